@@ -14,11 +14,15 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.demo_page import open_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -48,16 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         page.goto(served.local_url)
         page.get_by_label("Prompt", exact=True).fill(PROMPT)
         page.get_by_role("button", name="Generate").click()
-        page.wait_for_function(BOTH_SHOWN, timeout=120_000)
-        page.evaluate(AT_ONE_FRAME)
-        page.mouse.move(0, 0)
-        page.wait_for_timeout(1000)
-        page.screenshot(path=options.output, full_page=True)
+        take(page, options.output)
         browser.close()
         served.close()
-    Image.open(options.output).quantize(COLOURS).save(options.output, optimize=True)
     print(f"wrote {options.output}: {options.output.stat().st_size / 1024:.0f} KiB")
     return 0
+
+
+def take(page: Page, output: Path) -> None:
+    """Wait for both videos, and write a picture of the whole page."""
+    page.wait_for_function(BOTH_SHOWN, timeout=120_000)
+    page.evaluate(AT_ONE_FRAME)
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(1000)
+    page.screenshot(path=output, full_page=True)
+    Image.open(output).quantize(COLOURS).save(output, optimize=True)
 
 
 if __name__ == "__main__":

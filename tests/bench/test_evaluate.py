@@ -26,7 +26,7 @@ from turbo_rcm_patch.bench.report import evaluation_table
 from turbo_rcm_patch.config import BlockSparse, Exact, Sparse
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.shapes.grammar import fill_open, is_held_out, parse_caption
-from turbo_rcm_patch.shapes.judge import SCORED
+from turbo_rcm_patch.shapes.judge import SCORED, score
 from turbo_rcm_patch.shapes.render import FRAMES, HEIGHT, WIDTH, render
 
 TINY_CALL = {key: value for key, value in tiny_call(guidance_scale=1.0).items() if key not in ("prompt", "output_type")}
@@ -85,6 +85,15 @@ def patches(monkeypatch):
     )
 
 
+@pytest.fixture
+def _judged_right(monkeypatch):
+    """The judge, which takes most of the time, finds all videos right without a look at them."""
+    monkeypatch.setattr(module, "judge_videos", lambda videos, scenes: [score(scene, scene) for scene in scenes])
+
+
+judged_right = pytest.mark.usefixtures("_judged_right")
+
+
 def by_variant(evaluation):
     return {(result.variant, result.steps): result for result in evaluation.results}
 
@@ -93,29 +102,33 @@ def by_variant(evaluation):
 
 
 def test_right_videos_are_all_right_and_the_psnr_is_that_of_the_offsets():
-    evaluation = evaluate(Renderer(), n=3, steps=(1, 4), batch_size=2, config=Exact(fuse=()))
+    evaluation = evaluate(Renderer(), n=2, steps=(1, 4), batch_size=1, config=Exact(fuse=()))
     results = by_variant(evaluation)
     variants = ["unpatched", "exact", "config", "unpatched fp32"]
     assert list(results) == [(variant, steps) for steps in (1, 4) for variant in variants]
     for result in evaluation.results:
         assert list(result.accuracy) == [*SCORED, "overall"]
         assert all(accuracy.right == accuracy.asked for accuracy in result.accuracy.values())
-        assert result.accuracy["count"].asked == 3
+        assert result.accuracy["count"].asked == 2
         assert result.accuracy["overall"].asked == sum(result.accuracy[name].asked for name in SCORED)
     offsets = {"unpatched": 0.01, "exact": 0.001, "config": 0.02, "unpatched fp32": 0.0}
     for variant in variants:
         to_fp32, to_exact = (
-            pytest.approx(-20 * math.log10(abs(offsets[variant] - offsets[other]))) if variant != other else None
+            pytest.approx(-20 * math.log10(abs(offsets[variant] - offsets[other])), abs=1e-3)
+            if variant != other
+            else None
             for other in ("unpatched fp32", "exact")
         )
         assert (results[variant, 4].psnr_to_fp32, results[variant, 4].psnr_to_exact) == (to_fp32, to_exact)
 
 
+@judged_right
 def test_equal_frames_count_100_db():
     result = by_variant(evaluate(Renderer(offset=0.0), n=1, steps=(1,)))["unpatched", 1]
     assert (result.psnr_to_fp32, result.psnr_to_exact) == (100.0, 100.0)
 
 
+@judged_right
 def test_psnr_is_the_mean_over_frames_and_videos():
     """One frame of the first of two videos is off by 0.1: 20 dB; all others are equal."""
     pipe = Renderer(offset=0.0)
@@ -138,18 +151,20 @@ def test_what_is_drawn_wrong_is_counted_wrong_at_the_steps_where_it_is():
         """Few steps: everything gray behind, and the first object alone."""
         return scene if steps == 4 else replace(scene, objects=scene.objects[:1], background="gray")
 
-    scenes = held_out_scenes(6)
-    results = by_variant(evaluate(Renderer(draw=draw), n=6, steps=(1, 4), batch_size=4))
+    scenes = held_out_scenes(4)
+    pipe = Renderer(torch.float32, draw=draw)  # so that no fp32 copy of it is judged too
+    results = by_variant(evaluate(pipe, n=4, steps=(1, 4), batch_size=3))
     few, many = (results["exact", steps].accuracy for steps in (1, 4))
     assert many["overall"].share == 1
-    assert few["count"].right == sum(len(scene.objects) == 1 for scene in scenes) < 6
-    assert few["colour"].right == few["shape"].right == 6
+    assert few["count"].right == sum(len(scene.objects) == 1 for scene in scenes) < 4
+    assert few["colour"].right == few["shape"].right == 4
     assert few["colour"].asked == sum(len(scene.objects) for scene in scenes)
     named = [scene.background for scene in scenes if scene.background]
     assert (few["background"].right, few["background"].asked) == (named.count("gray"), len(named))
     assert few["overall"].right == sum(few[name].right for name in SCORED)
 
 
+@judged_right
 def test_a_given_reference_is_the_fp32_run():
     pipe, reference = Renderer(), Renderer(torch.float32)
     results = evaluate(pipe, n=2, steps=(1,), reference=reference).results
@@ -158,6 +173,7 @@ def test_a_given_reference_is_the_fp32_run():
     assert reference._progress_bar_config == {"desc": "mine"}
 
 
+@judged_right
 def test_an_fp32_pipeline_is_its_own_reference():
     evaluation = evaluate(Renderer(torch.float32), n=1, steps=(2,))
     assert [result.variant for result in evaluation.results] == ["unpatched", "exact"]
@@ -176,6 +192,7 @@ def test_scenes_are_held_out_and_the_seed_draws_them():
     assert held_out_scenes(50, seed=2) != scenes
 
 
+@judged_right
 def test_captions_and_noise_depend_on_the_seed_alone():
     def samples(**options):
         pipe = Renderer(torch.float32)
@@ -226,6 +243,7 @@ def test_the_state_of_torch_and_of_the_progress_bar_comes_back_after_an_error(mo
     assert pipe.offset == 0.01
 
 
+@judged_right
 def test_a_line_is_reported_after_each_batch():
     lines = []
     evaluate(Renderer(torch.float32), n=3, steps=(1, 2), batch_size=2, report=lines.append)
@@ -237,6 +255,7 @@ def test_a_line_is_reported_after_each_batch():
 # --- accuracy
 
 
+@judged_right
 @pytest.mark.parametrize(
     ("config", "label"),
     [
@@ -289,7 +308,7 @@ def test_the_change_from_the_unpatched_run_is_of_as_many_steps():
         return replace(scene, objects=scene.objects[:1]) if is_wrong else scene
 
     pipe.draw = draw
-    results = by_variant(evaluate(pipe, n=6, steps=(1, 2)))
+    results = by_variant(evaluate(pipe, n=3, steps=(1, 2)))
     assert results["exact", 2].change == results["unpatched fp32", 1].change == Change(0.0, 0.0)
     accuracies = [results[variant, 1].accuracy["overall"] for variant in ("unpatched", "exact")]
     assert results["exact", 1].change.share == pytest.approx(accuracies[1].share - accuracies[0].share)

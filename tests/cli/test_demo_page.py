@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,13 +14,16 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from scripts.tools.page_picture import CHROMIUM, OPTIONS
+from scripts.tools.page_picture import CHROMIUM, OPTIONS, take
 from turbo_rcm_patch.cli import demo_page as page_of_demo
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.checks import check_arguments
 from turbo_rcm_patch.cli.demo_videos import EMBEDDED_MODEL, Answer, DemoVideos
+from turbo_rcm_patch.cli.files import write_video
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,22 +95,38 @@ CUT_OFF = """
 """
 
 
-def ask(page, height=16, frames=5):
-    for label, size in (("Height", height), ("Width", 48), ("Frames", frames)):
+def ask(page, height=16):
+    for label, size in (("Height", height), ("Width", 48), ("Frames", 5)):
         page.get_by_label(label, exact=True).fill(str(size))
     page.get_by_role("button", name="Generate").click()
 
 
-def load_late(route):
-    time.sleep(1.5)
-    route.continue_()
+def late(seconds):
+    """Return a handler that lets a request wait."""
+
+    def load(route):
+        time.sleep(seconds)
+        route.continue_()
+
+    return load
 
 
-def test_two_visitors(page, server):
+RED, BLUE = (230, 20, 20), (20, 20, 230)
+
+
+def two_long_videos(maker, request):
+    """An answer with a red and a blue video of two seconds."""
+    files = [maker._folder / f"1-{name}.mp4" for name in ("unpatched", "patched")]
+    for file, colour in zip(files, (RED, BLUE), strict=True):
+        write_video(file, [np.full((33, 32, 48, 3), colour, np.uint8)], 16)
+    return Answer(*files, "times", "summary " * 12, ())
+
+
+def test_two_visitors(page, server, monkeypatch, tmp_path):
     other, asked = page.context.new_page(), []
     for visitor in (page, other):
         visitor.on("request", lambda request: asked.append(request.url))
-        visitor.route("**/gradio_api/run/**", load_late)  # the answer that fills the form
+        visitor.route("**/gradio_api/run/**", late(0.5))  # the answer that fills the form
         visitor.goto(server)
     page.evaluate(WATCH_PROGRESS)
     ask(page)
@@ -122,22 +139,29 @@ def test_two_visitors(page, server):
             assert text in shown
     assert any("/4 steps" in text for text in page.evaluate("window.seen"))
 
-    other.route("**/*-patched.mp4", load_late)
-    ask(other, frames=33)
-    other.wait_for_function("document.querySelector('video[src]').duration > 2", timeout=200_000)
-    other.wait_for_timeout(2000)
+    ask(other, height=33)
+    other.get_by_text("height 33 is not divisible by 16; try 32.").first.wait_for(timeout=200_000)
+
+    for label in FEW_STEP_FIELDS:  # which the tiny model does not take
+        assert other.get_by_label(label, exact=True).is_disabled()
+
+    other.route("**/*-patched.mp4", late(1))
+    with monkeypatch.context() as answers:
+        answers.setattr(DemoVideos, "answer", two_long_videos)
+        ask(other)
+        other.wait_for_function("document.querySelector('video[src]')?.duration > 2", timeout=200_000)
+        other.wait_for_timeout(1500)
     assert other.evaluate(APART) < 0.1  # of 2 s
 
     assert other.evaluate(CUT_OFF) == []
     other.set_viewport_size({"width": 390, "height": 844})
     assert other.evaluate(CUT_OFF) == ["What is patched"]  # a table to scroll: the page itself is not wider
     assert other.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-    for label in FEW_STEP_FIELDS:  # which the tiny model does not take
-        assert other.get_by_label(label, exact=True).is_disabled()
-
-    ask(other, height=33)
-    other.get_by_text("height 33 is not divisible by 16; try 32.").first.wait_for(timeout=200_000)
+    take(other, tmp_path / "page.png")
+    picture = np.asarray(Image.open(tmp_path / "page.png").convert("RGB")).astype(int)
+    assert picture.shape[1] == 390
+    tops = [np.flatnonzero((abs(picture - colour) < 40).all(2).sum(1) > 200)[0] for colour in (RED, BLUE)]
+    assert tops[0] < tops[1]  # on a phone one is below the other
 
     assert all(url.startswith((server, "blob:", "data:")) for url in asked)
 
@@ -229,6 +253,58 @@ def test_an_address_of_ipv6_is_served(tmp_path, host):
         assert status_of(page.local_url) == 200
 
 
+class Ended(Exception):
+    """os._exit was called, with this status."""
+
+
+def end(status):
+    raise Ended(status)
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch):
+    """A function that serves the page until a signal, half a second after `serve` begins to wait; the exit status.
+
+    before: called in between. The videos must be gone then, and the port free.
+    """
+    gradio = importlib.import_module("gradio")
+    block_thread = gradio.Blocks.block_thread
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(page_of_demo.os, "_exit", end)  # which would end pytest
+    for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR"):
+        monkeypatch.setenv(name, "")
+    arguments, port = options_of()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+
+    def serve(number, before=lambda address: None):
+        def interrupted(page):
+            (folder,) = tmp_path.iterdir()
+            (folder / "1-patched.mp4").touch()
+            before(f"http://127.0.0.1:{port}")
+            threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+            block_thread(page)
+
+        monkeypatch.setattr(gradio.Blocks, "block_thread", interrupted)
+        with pytest.raises(Ended) as error:
+            page_of_demo.serve(parse_arguments(arguments))
+        assert list(tmp_path.iterdir()) == []
+        with socket.socket() as closed:
+            assert closed.connect_ex(("127.0.0.1", port)) != 0
+        (status,) = error.value.args
+        return status, f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n"
+
+    yield serve
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_it_ends_by_ctrl_c_and_leaves_nothing_behind(ended, capsys):
+    status, first_line = ended(signal.SIGINT)
+    assert status == 0
+    assert capsys.readouterr().out.startswith(first_line)
+
+
 def start_a_request(address):
     """Have a video made, and return when it was begun."""
     values = ["a red circle moves right", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "automatic", "none", None, ""]
@@ -239,53 +315,14 @@ def start_a_request(address):
         assert any(b"process_starts" in line for line in events)
 
 
-def test_it_leaves_nothing_behind_when_it_is_terminated(tmp_path):
-    """SIGTERM comes while a process of the page makes a video."""
-    arguments, port = options_of()
-    command = [sys.executable, "-m", "turbo_rcm_patch.cli", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "GRADIO_SHARE": "True"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n"
-        (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-        (folder / "1-patched.mp4").touch()
-        start_a_request(f"http://127.0.0.1:{port}")
-        time.sleep(1)
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-        assert "http" not in process.stdout.read()  # no link for others
-    finally:
-        process.kill()
-    assert list(tmp_path.rglob("*.mp4")) == []
-
-
-def test_it_ends_by_ctrl_c_and_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
-    """In this process: Ctrl-C comes half a second after the page begins to wait for it."""
-    gradio = importlib.import_module("gradio")
-    block_thread = gradio.Blocks.block_thread
-
-    def interrupted(page):
-        (folder,) = tmp_path.iterdir()
-        (folder / "1-patched.mp4").touch()
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        block_thread(page)
-
-    monkeypatch.setattr(gradio.Blocks, "block_thread", interrupted)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(page_of_demo.os, "_exit", sys.exit)  # which would end pytest
-    for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR"):
-        monkeypatch.setenv(name, "")
-    arguments, port = options_of()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
-    try:
-        with pytest.raises(SystemExit) as ended:
-            page_of_demo.serve(parse_arguments(arguments))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert ended.value.code == 0
-    assert list(tmp_path.iterdir()) == []
-    with socket.socket() as closed:
-        assert closed.connect_ex(("127.0.0.1", port)) != 0
-    assert capsys.readouterr().out.startswith(f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n")
+def test_it_ends_while_a_video_is_made(ended, monkeypatch, capsys):
+    """SIGTERM comes while a thread of the page makes a video."""
+    made = threading.Event()
+    monkeypatch.setattr(DemoVideos, "answer", lambda maker, request: made.wait(60))
+    monkeypatch.setenv("GRADIO_SHARE", "True")
+    status, first_line = ended(signal.SIGTERM, start_a_request)
+    made.set()
+    assert status == 128 + signal.SIGTERM
+    printed = capsys.readouterr().out
+    assert printed.startswith(first_line)
+    assert "http" not in printed.removeprefix(first_line)  # no link for others

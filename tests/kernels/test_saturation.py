@@ -93,7 +93,7 @@ def test_it_tells_in_every_mode_of_torch(device):
         return skip(x, x, dtype=torch.float16, result_scale=SCALE, implementation="torch")
 
     assert (torch.vmap(scaled)(residual[None]) == LARGEST).all()
-    assert (torch.compile(scaled, fullgraph=True, backend="aot_eager")(residual) == LARGEST).all()
+    assert (torch.compile(scaled, fullgraph=True, backend="eager")(residual) == LARGEST).all()
     graph = torch.fx.experimental.proxy_tensor.make_fx(scaled)(residual)
     assert (graph(residual) == LARGEST).all()
     scaled(residual.to("meta"))

@@ -62,7 +62,7 @@ I2V = (("image_dim", 4), ("added_kv_proj_dim", "inner"), ("in_channels", 36))
 class Change:
     """A row of the table.
 
-    make: the generator function. columns: the tiers in which it is made after the patch, on Wan. families: those in
+    make: the generator function. columns: the tiers in which it can be made after the patch, on Wan. families: those in
     which it is made in the exact tier too. refused: tiers that raise an error instead, and where nothing changes.
     held: tiers whose `restore` asks to take it back first. before: True if it is also made before an exact patch, or
     the error of such a patch. silent: True if it leaves the output as it was. shared: True if it changes all models, so
@@ -238,7 +238,7 @@ CHANGES = {
             lambda model: model.reset_attention_backend(),
         ),
         silent=True,
-        families=EVERY,
+        families=("vace", "animate", "anyflow"),
     ),
     "a backend of all": Change(
         within(lambda model: attention_backend("_native_math"), BACKEND), (*MOST, GRAPHS), silent=True, shared=True
@@ -251,7 +251,10 @@ CHANGES = {
         shared=True,
     ),
     "autocast": Change(
-        within(lambda model: torch.autocast("cpu", torch.bfloat16), ANYTHING), TIERS, families=EVERY, shared=True
+        within(lambda model: torch.autocast("cpu", torch.bfloat16), ANYTHING),
+        TIERS,
+        families=("vace", "animate", "anyflow"),
+        shared=True,
     ),
     "inference mode": Change(within(lambda model: torch.inference_mode()), shared=True, silent=True),
     "another dtype": Change(

@@ -103,7 +103,10 @@ class _Anything:
 
 def _copy_collection(value: object) -> object:
     """Return a copy of a dictionary, list or set, equal to it until it changes. Return other values as they are."""
-    return next((kind(value) for kind in (dict, list, set) if isinstance(value, kind)), value)
+    for kind in (dict, list, set):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
 
 
 class WhileUnchanged(Generic[Key, Value]):

@@ -113,8 +113,9 @@ def test_tiles_of_known_sizes():
     assert conv_sm90.choose_tile(72, True, 1) == (0, 0)
 
 
-@pytest.mark.parametrize("repeats", [(2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1)])
-@pytest.mark.parametrize("T", [2, 3])
+@pytest.mark.parametrize(
+    ("repeats", "T"), [((2, 2, 2), 3), ((2, 2, 2), 2), ((1, 1, 2), 2), ((2, 1, 1), 3), ((1, 2, 1), 2)]
+)
 def test_a_residual_that_counts_twice(T, repeats, on_cpu):
     """Each value counts for two frames, rows or columns of two samples. The first of three frames has its own."""
     x, weight, bias, residual = operands(2, T, 9, 17, 32, 64, 1, 3, True, 1)
@@ -127,8 +128,10 @@ def halved(residual, repeats):
     return residual[:, : -(-residual.shape[1] // frames), ::rows, ::columns].contiguous()
 
 
-@pytest.mark.parametrize(("programs", "has_front"), [(1, True), (3, False)])
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    ("name", "programs", "has_front"),
+    [("odd", 1, True), ("two samples", 3, False), ("upsampled, 512", 1, True), ("upsampled, 512", 3, False)],
+)
 def test_two_boxes_share_the_rows_of_the_weight(name, programs, has_front, on_cpu, monkeypatch):
     monkeypatch.setattr(conv_sm90, "device_properties", lambda device: ((9, 0), 2))
     *sizes, upsample, interleave = SHARED[name]

@@ -98,7 +98,7 @@ def test_runs_compile_to_one_graph(device):
     def function(*tensors):
         return linear_skip(*tensors[:4], c_out=Runs(*tensors[4:]), implementation="triton")
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*tensors, *runs), function(*tensors, *runs))
 
 
@@ -217,7 +217,7 @@ def test_8_bits_of_one_sample_and_compiled(device):
 
     expected = linear_skip(a, weight, None, residual, c_out=gate, implementation="torch")
     torch.testing.assert_close(function(a, weight, residual, gate), expected)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
     assert torch.equal(compiled(a, weight, residual, gate), function(a, weight, residual, gate))
 
 
@@ -390,7 +390,7 @@ def test_compiles_to_one_graph(device):
 
     function = eager
     wanted = run(*tensors, gate)
-    function = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    function = torch.compile(eager, fullgraph=True, backend="eager")
     for ours, theirs in zip(run(*tensors, gate), wanted, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -39,8 +40,7 @@ def test_fp32_models_match_unpatched(name, implementation, device):
 
 
 @pytest.mark.parametrize("on", DEVICES)
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "dtype"), zip(FAMILIES, cycle([torch.bfloat16, torch.float16])))
 def test_low_precision_models_are_no_further_from_the_oracle(name, dtype, on):
     model, oracle = (tiny_family_transformer(name, d).to(on) for d in (dtype, torch.float32))
     oracle.load_state_dict(model.state_dict())

@@ -141,14 +141,13 @@ def test_the_first_two_latent_frames_are_diffusers_own(kind):
 
 
 @pytest.mark.parametrize(
-    "tiles",
+    ("kind", "chunk", "tiles"),
     [
-        {},
-        {"tile_sample_min_height": 24, "tile_sample_stride_height": 20},
-        {"tile_sample_min_width": 32, "tile_sample_stride_width": 48},  # columns are left out
+        ("residual", None, {}),
+        ("wan 2.1", 2, {"tile_sample_min_height": 24, "tile_sample_stride_height": 20}),
+        ("wan 2.1", None, {"tile_sample_min_width": 32, "tile_sample_stride_width": 48}),  # columns are left out
     ],
 )
-@pytest.mark.parametrize(("kind", "chunk"), [("wan 2.1", 2), ("residual", None)])
 def test_tiles(kind, chunk, tiles, diffusers_decoder_is_off):
     ratio = 16 if kind == "residual" else 8
     size = {"tile_sample_min_height": 4 * ratio, "tile_sample_min_width": 4 * ratio}

@@ -162,8 +162,7 @@ UNUSUAL = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("reason", UNUSUAL)
-@pytest.mark.parametrize("patched_first", [True, False])
+@pytest.mark.parametrize(("reason", "patched_first"), [(reason, i % 2 == 0) for i, reason in enumerate(UNUSUAL)])
 def test_diffusers_own_decoder_runs_and_the_summary_says_why(reason, patched_first):
     vae, plain, z = tiny_vae(), tiny_vae(), tiny_latents(2, batch=1, height=3, width=4)
     patch = trp.patch(vae) if patched_first else None
@@ -279,8 +278,10 @@ def test_latents_that_do_not_fit_raise_diffusers_errors(z):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("patched_first", [True, False])
-@pytest.mark.parametrize("offload", ["group, blocks", "group, leaves", "sequential", "casting"])
+@pytest.mark.parametrize(
+    ("offload", "patched_first"),
+    [("group, blocks", True), ("group, leaves", False), ("sequential", True), ("casting", False)],
+)
 def test_offloading_of_parts_and_casting(offload, patched_first):
     vae, plain = tiny_vae(), tiny_vae()
     patch = trp.patch(vae) if patched_first else None

@@ -1,6 +1,7 @@
 """The quantized tier as a patch: its errors, its options, the way back, and what computes with other tensors."""
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -52,8 +53,7 @@ def ran(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "dtype"), zip(VARIANTS, cycle(DTYPES)))
 def test_every_block_is_within_the_tiers_limit(variant, dtype):
     model, inputs = model_and_inputs(variant, "cpu", dtype)
     block_inputs = captured_block_inputs(model, inputs)
@@ -70,8 +70,7 @@ def test_every_block_is_within_the_tiers_limit(variant, dtype):
             assert relative_error(ours, oracle) > 1e-3  # 8 bits, and no other way
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "dtype"), zip(FAMILIES, cycle(DTYPES)))
 def test_every_family_is_within_the_limit_of_a_step(name, dtype):
     model = tiny_family_transformer(name, dtype)
     oracle = tiny_family_transformer(name)

@@ -13,7 +13,6 @@ from scripts.tools import compile_without_gpu
 from scripts.tools.compile_without_gpu import Inspection, describe, shared_memory_limit
 
 ROOT = Path(__file__).resolve().parents[3]
-GATE = ROOT / "scripts/tools/compile_gate.py"
 
 
 def inspection(opcode, **changes):
@@ -87,24 +86,11 @@ def test_a_lost_exit_code_is_no_failure(monkeypatch):
     assert gate.run_job(context, "some_op", 90, 1) == []
 
 
-def run_without_the_interpreter(*command):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    process = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
-
-
-def test_the_command_line():
-    output = run_without_the_interpreter(GATE, "--ops", "gelu", "--architectures", "90")
-    row = output.splitlines()[1].split()
-    assert row[:3] == ["sm_90", "gelu", "3"]
-    assert row[-1] == "ok"
-
-
-def test_a_share_of_none_is_refused():
-    process = subprocess.run([sys.executable, GATE, "--one-in", "0"], capture_output=True, text=True)
-    assert process.returncode == 2
-    assert "--one-in 0: give 1 or more." in process.stderr
+def test_a_share_of_none_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compile_gate.py", "--one-in", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        gate.main()
+    assert "--one-in 0: give 1 or more." in capsys.readouterr().err
 
 
 def test_shares_of_the_cases():
@@ -147,11 +133,23 @@ assert version < (9, 0)  # of the ptxas of CUDA 12
 # Three consumers, each with QK and PV in its loop: 8 wgmmas of depth 16 each.
 assert inspection.count("HGMMA") == 3 * 2 * 8
 assert all(inspection.count(opcode) > 0 for opcode in ("UTMALDG", "UTMASTG", "USETMAXREG", "BAR.ARV"))
+
+import sys
+from scripts.tools import compile_gate
+sys.argv = ["compile_gate.py", "--ops", "gelu", "--architectures", "90"]
+assert compile_gate.main() == 0
 """
 
 
-def test_inspection_of_a_portable_kernel_that_spills_and_of_one_in_gluon():
-    run_without_the_interpreter("-c", INSPECT_REAL_KERNELS)
+def test_inspection_of_a_portable_kernel_that_spills_and_of_one_in_gluon_and_the_command_line():
+    """A new process, without the interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", INSPECT_REAL_KERNELS]
+    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    row = process.stdout.splitlines()[-1].split()
+    assert row[:3] == ["sm_90", "gelu", "3"]
+    assert row[-1] == "ok"
 
 
 SASS = """
