@@ -1,31 +1,53 @@
-"""Processes of one torch.distributed world ("ranks"), for tests of sharding and context parallelism."""
+"""Processes of one torch.distributed world ("ranks"), for tests of sharding and context parallelism.
 
+A new process takes ten seconds to import everything. So this file forks a process when it is imported, which then forks
+the ranks. It must be forked before any test runs: autograd does not run in forks of a process that used it. With a GPU
+it is a server of new processes instead, because CUDA does not run in forks.
+"""
+
+import contextlib
 import multiprocessing
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+import tests.tiny_wan
+import turbo_rcm_patch.patching.apply
+
 RANKS = 2
-IMPORTS = ["turbo_rcm_patch.patching.apply", "tests.tiny_wan"]  # what takes most of a new process's time
+IMPORTS = [tests.tiny_wan.__name__, turbo_rcm_patch.patching.apply.__name__]  # what takes most of a new process's time
+
+
+def start_on_cpu(function, *arguments):
+    """Run function(rank, *arguments) in a process for each rank, without GPUs."""
+    if _FORKED is None:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("CUDA_VISIBLE_DEVICES", "")
+            torch.multiprocessing.start_processes(function, arguments, RANKS, start_method="forkserver")
+    else:
+        _FORKED.send((function, arguments))
+        error = _FORKED.recv()
+        if error is not None:
+            pytest.fail(error)
 
 
 def in_cpu_ranks(check, folder):
-    """Return check(rank) of each rank, run without GPUs. One process imports the modules, then forks all ranks."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        return _in_ranks(check, folder, "cpu:gloo", "forkserver")
+    """Return check(rank) of each rank, run without GPUs."""
+    start_on_cpu(_run_rank, check, folder, "cpu:gloo")
+    return _results(folder)
 
 
 def in_gpu_ranks(check, folder):
     """Return check(rank) of each rank, which may use the GPU of its number."""
-    return _in_ranks(check, folder, "nccl", "spawn")
+    torch.multiprocessing.start_processes(_run_rank, (check, folder, "nccl"), RANKS, start_method="spawn")
+    return _results(folder)
 
 
-def _in_ranks(check, folder, backend, start_method):
-    torch.multiprocessing.start_processes(_run_rank, (check, folder, backend), RANKS, start_method=start_method)
+def _results(folder):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
@@ -34,6 +56,33 @@ def _run_rank(rank, check, folder, backend):
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.save(check(rank), folder / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def _forked():
+    """Fork the process that forks the ranks. Return the connection to it; it ends when that is closed."""
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork():
+        theirs.close()
+        return ours
+    ours.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            _fork_ranks(theirs)
+    os._exit(0)
+
+
+def _fork_ranks(connection):
+    function, arguments = connection.recv()
+    try:
+        torch.multiprocessing.start_processes(function, arguments, RANKS, start_method="fork")
+    except Exception as error:
+        connection.send(str(error))
+    else:
+        connection.send(None)
+
+
+is_test_process = multiprocessing.parent_process() is None  # not a rank, which imports this file too
+_FORKED = _forked() if is_test_process and not torch.cuda.is_available() else None
 
 
 def shard(model, mesh, **options):

@@ -35,7 +35,7 @@ def wrong_in(scores):
 
 
 # A blur of 2 pixels with noise of 0.05 is a PSNR of about 25 dB, below that of the embedded autoencoder.
-@pytest.mark.parametrize(("sigma", "noise", "count"), [(0, 0, 16), (2, 0.05, 8)])
+@pytest.mark.parametrize(("sigma", "noise", "count"), [(0, 0, 8), (2, 0.05, 8)])
 def test_rendered_scenes_are_read_right(sigma, noise, count):
     right, asked = Counter(), Counter()
     generator = torch.Generator().manual_seed(0)

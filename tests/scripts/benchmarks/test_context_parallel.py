@@ -1,13 +1,12 @@
 """compare() in two processes, with diffusers' Ulysses context parallelism over gloo."""
 
 import json
-import multiprocessing
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from scripts.benchmarks import end_to_end
-from tests.ranks import IMPORTS
+from tests.ranks import start_on_cpu
 
 TOKENS = 12  # of the tiny case's video
 
@@ -32,9 +31,7 @@ def one_process(rank, arguments, rendezvous, folder):
 def test_two_processes_compare_and_one_reports(tmp_path):
     arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile"]
     arguments += ["--json", str(tmp_path / "figures.json")]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
-    options = arguments, f"file://{tmp_path}/rendezvous", tmp_path
-    torch.multiprocessing.start_processes(one_process, options, nprocs=2, start_method="forkserver")
+    start_on_cpu(one_process, arguments, f"file://{tmp_path}/rendezvous", tmp_path)
     figures = json.loads((tmp_path / "figures.json").read_text())
     unpatched, patched = figures["variants"]
     assert figures["settings"]["ulysses"] == 2

@@ -26,7 +26,7 @@ def toy(monkeypatch):
     monkeypatch.setattr(student, "BATCH", 2)
     monkeypatch.setattr(student, "TANGENT_WARMUP", 2)
     monkeypatch.setattr(train_embedded, "STEPS", {"vae": 4, "teacher": 3, "student": 7})
-    monkeypatch.setattr(train_embedded, "VIDEOS", {"vae": 64, "pool": 64})
+    monkeypatch.setattr(train_embedded, "VIDEOS", {"vae": 16, "pool": 16})
     monkeypatch.setattr(train_embedded, "TEACHER_STEPS", 2)
     monkeypatch.setattr(train_embedded, "TEACHER_PROMPTS", 2)
     size = {"height": 32, "width": 32, "num_frames": 5}
