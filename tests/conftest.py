@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 
 # pytest's workers share the cores. With more threads than cores they wait for each other and take three times as long.
 # PyTorch and NumPy, in which the interpreter computes, read this when they are imported.
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items):
         callspec = getattr(item, "callspec", None)
         if has_gpu and callspec and callspec.params.get("device") == "interpreter":
             item.add_marker(pytest.mark.skip(reason="the kernels run on the GPU here"))
+
+
+def pytest_collection_finish():
+    """Start what forks processes for tests of several, before a test runs."""
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].fork_before_tests()
 
 
 def pytest_generate_tests(metafunc):

@@ -1,8 +1,8 @@
 """Processes of one torch.distributed world ("ranks"), for tests of sharding and context parallelism.
 
-A new process takes ten seconds to import everything. So this file forks a process when it is imported, which then forks
-the ranks. It must be forked before any test runs: autograd does not run in forks of a process that used it. With a GPU
-it is a server of new processes instead, because CUDA does not run in forks.
+A new process takes ten seconds to import everything. So tests/conftest.py forks a process when all tests are imported,
+which then forks the ranks. It does so before any test runs: autograd does not run in forks of a process that used it.
+With a GPU a server of new processes starts them instead, because CUDA does not run in forks.
 """
 
 import contextlib
@@ -18,19 +18,21 @@ import tests.tiny_wan
 import turbo_rcm_patch.patching.apply
 
 RANKS = 2
+_forked = []  # the connection to the process that forks the ranks, if there is one
 IMPORTS = [tests.tiny_wan.__name__, turbo_rcm_patch.patching.apply.__name__]  # what takes most of a new process's time
 
 
 def start_on_cpu(function, *arguments):
     """Run function(rank, *arguments) in a process for each rank, without GPUs."""
-    if _FORKED is None:
+    if not _forked:
         multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("CUDA_VISIBLE_DEVICES", "")
             torch.multiprocessing.start_processes(function, arguments, RANKS, start_method="forkserver")
     else:
-        _FORKED.send((function, arguments))
-        error = _FORKED.recv()
+        (connection,) = _forked
+        connection.send((function, arguments))
+        error = connection.recv()
         if error is not None:
             pytest.fail(error)
 
@@ -58,12 +60,15 @@ def _run_rank(rank, check, folder, backend):
     dist.destroy_process_group()
 
 
-def _forked():
-    """Fork the process that forks the ranks. Return the connection to it; it ends when that is closed."""
+def fork_before_tests():
+    """Fork the process that forks the ranks. It ends with this one."""
+    if torch.cuda.is_available():
+        return
     ours, theirs = multiprocessing.Pipe()
     if os.fork():
         theirs.close()
-        return ours
+        _forked.append(ours)
+        return
     ours.close()
     with contextlib.suppress(EOFError):
         while True:
@@ -79,10 +84,6 @@ def _fork_ranks(connection):
         connection.send(str(error))
     else:
         connection.send(None)
-
-
-is_test_process = multiprocessing.parent_process() is None  # not a rank, which imports this file too
-_FORKED = _forked() if is_test_process and not torch.cuda.is_available() else None
 
 
 def shard(model, mesh, **options):

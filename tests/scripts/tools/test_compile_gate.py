@@ -113,14 +113,19 @@ def test_shares_of_the_cases():
 INSPECT_REAL_KERNELS = """
 import re
 from scripts.tools.compile_without_gpu import inspect, record_launches, shared_memory_limit
-from scripts.tools.every_launch import launch_attention, launch_linear_gelu, without_gluon
+from scripts.tools.every_launch import launch_attention, launch_gelu, launch_linear_gelu, without_gluon
+*_, launch = record_launches(launch_gelu, (9, 0))
+few_registers = launch._replace(options=launch.options | {"num_warps": 2, "maxnreg": 24})
+bad = inspect(few_registers, (9, 0))
+assert bad.spills > 0 and bad.spills_matter and not bad.has_low_precision_dot
+assert inspect(few_registers, (9, 0)) is None  # compiled already
+
 with without_gluon():
-    launch = next(launch for launch in record_launches(launch_linear_gelu, (9, 0)) if launch.options["ROWS"] == 128)
-half_the_registers = launch._replace(options=launch.options | {"num_warps": launch.options["num_warps"] // 2})
-bad = inspect(half_the_registers, (9, 0))
-assert bad.has_low_precision_dot and bad.count("HGMMA") > 0 and bad.count("UTMALDG") > 0
-assert bad.spills > 0 and bad.spills_matter
-assert inspect(half_the_registers, (9, 0)) is None  # compiled already
+    launches = record_launches(launch_linear_gelu, (9, 0))
+small = next(launch for launch in launches if launch.options["COLUMNS"] == 128 and launch.options["DESCRIPTORS"])
+portable = inspect(small, (9, 0))
+assert portable.has_low_precision_dot and portable.count("HGMMA") > 0 and portable.count("UTMALDG") > 0
+assert not portable.spills_matter
 
 assert not any(launch.kernel.is_gluon() for launch in record_launches(launch_attention, (8, 0)))
 launches = (launch for launch in record_launches(launch_attention, (9, 0)) if launch.kernel.is_gluon())
