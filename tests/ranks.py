@@ -11,6 +11,7 @@ import os
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
@@ -19,7 +20,8 @@ import turbo_rcm_patch.patching.apply
 
 RANKS = 2
 _forked = []  # the connection to the process that forks the ranks, if there is one
-IMPORTS = [tests.tiny_wan.__name__, turbo_rcm_patch.patching.apply.__name__]  # what takes most of a new process's time
+# What takes most of a new process's time.
+IMPORTS = [module.__name__ for module in (torch._dynamo, tests.tiny_wan, turbo_rcm_patch.patching.apply)]
 
 
 def start_on_cpu(function, *arguments):
