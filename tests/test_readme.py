@@ -9,12 +9,9 @@ import pytest
 from scripts.tools import write_pages
 from scripts.tools.pages import ops
 from tests.scripts.tools.pages.results import (
-    SHORT_TIERS,
-    TIERS,
+    cards_run,
     evaluation,
     gpu_tests_entry,
-    judged_block_sparse,
-    judged_sparse,
     step_run,
 )
 
@@ -71,32 +68,29 @@ def test_results_of_any_gpu_become_a_page_and_a_short_table(tmp_path):
     assert write_pages.with_results("no markers", tmp_path) == "no markers"
 
 
-def test_the_readme_shows_what_the_files_hold(tmp_path):
-    """The rows of both sparse tiers, from the files beside the GPU's results."""
-    runs = {"wan2.2-5b": step_run("wan2.2-5b", compiled=0.6, patched=0.5), "evaluate": evaluation()}
-    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
-    for name, content in (("sparse-tiny.json", judged_sparse()), ("block-sparse-tiny.json", judged_block_sparse())):
-        (tmp_path / name).write_text(json.dumps(content))
-    text = write_pages.with_results("\n".join(write_pages.MEASURED), tmp_path)
-    assert TIERS[6] in text
-    assert TIERS[9] in text
-    assert TIERS[7] not in text  # only the results page has other options than the default
-
-
-def test_what_the_readme_has_of_a_gpu(tmp_path):
-    runs = {"x": step_run("x", compiled=0.6, patched=0.5), "evaluate": evaluation()}
+def test_the_readme_has_the_steps_of_a_real_model_alone(tmp_path):
     start, end = write_pages.MEASURED
 
-    def readme():
-        (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
+    def readme(runs):
+        (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": {**runs, "evaluate": evaluation()}}))
         return write_pages.with_results(f"a {start} old {end} b", tmp_path)
 
-    whole = readme()
-    assert f"\n\n{SHORT_TIERS} | 1 step | 4 steps |" in whole
+    whole = readme({"x": step_run("x", compiled=0.6, patched=0.5)})
+    assert "| x, 5×16×32 | exact |" in whole
     assert "a CPU" not in whole
+    assert "held-out" not in whole
     assert whole.endswith(f"|\n{end} b")
-    del runs["x"]
-    assert "held-out" not in readme()
+    assert readme({}) == f"a {start}\n{end} b"
+
+
+def test_the_readme_has_the_pipelines_that_ran_within_a_cap(tmp_path):
+    start, end = write_pages.CARDS
+    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": {"small-cards-x": cards_run()}}))
+    lines = write_pages.with_results(f"a {start} old {end} b", tmp_path).splitlines()
+    assert lines[-2:] == [
+        "| wan2.2-x, two experts, 5×16×32 | quantized | 8GB | 11.00 | 10.00 | 1.10× | 6.00 | 30.00 (VAE in tiles) |",
+        f"{end} b",
+    ]
 
 
 def test_failed_gpu_tests_are_bold():

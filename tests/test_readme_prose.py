@@ -1,6 +1,7 @@
 """The README's text: its length, its links, and that its code runs."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,14 @@ def test_headings_that_other_files_name_are_there():
 
 
 def test_the_memory_is_what_is_planned():
-    words, steps = " ".join(README.split()), {}
+    words, steps = " ".join((ROOT / "docs/memory.md").read_text().split()), {}
     for name in ("wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b"):
         ((_, exact),) = models_by_preset(name, preset="exact")
         size = name.split("-")[1].upper()
         weights = {c.name: c.weights for c in components_of(exact.models, exact.config)}
         assert f"{weights['transformer'] / 1e9:.0f} GB for {size}" in words
         assert f"the text encoder, {weights['text_encoder'] / 1e9:.0f} GB" in words
-        steps[size] = [denoising_bytes("transformer", exact, video) for video in VIDEOS]
+        steps[size] = [max(denoising_bytes("transformer", exact, video)) for video in VIDEOS]
     at_480p, at_720p = steps["1.3B"][0], steps["14B"][1]
     assert f"about {at_480p / 1e9:.0f} GB for 1.3B at 480p and {at_720p / 1e9:.0f} GB for 14B at 720p" in words
 
@@ -66,6 +67,7 @@ def tiny_videos(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(WanPipeline, "__call__", small)
     monkeypatch.setattr(WanPipeline, "to", lambda self, device: self)
+    monkeypatch.setattr(trp, "fit", partial(trp.fit, device="cpu"))
     monkeypatch.setattr(WanPipeline, "from_pretrained", lambda *arguments, **options: tiny_wan_pipeline("t2v"))
     for name in re.findall(r"\"([\w.]+\.safetensors)\"", README):
         rank = 32 if "causvid" in name else 64

@@ -14,6 +14,7 @@ import argparse
 import gc
 import itertools
 import math
+import os
 import statistics
 import sys
 import time
@@ -59,6 +60,7 @@ class RandomTokens:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as `generate --vram` does
     device = torch.device("cuda")
     size = {"height": options.height, "width": options.width, "num_frames": options.frames}
     pipe = random_pipeline(options.config, options.experts, device)
@@ -71,7 +73,12 @@ def main(argv: list[str] | None = None) -> int:
     print(table([HEADER, *map(cells, rows)]))
     if options.json is not None:
         settings = {"config": options.config, "experts": options.experts, **size}
-        settings |= {"steps": STEPS, "repeats": options.repeats}
+        settings |= {
+            "tokens": TOKENS,
+            "steps": STEPS,
+            "repeats": options.repeats,
+            "bus_bytes_per_second": bus_speed(device),
+        }
         environment = asdict(describe_environment(device))
         write_json(options.json, {"settings": settings, "environment": environment, "cards": rows})
     return 0 if all(row["seconds"] is not None for row in rows if row["variant"] in options.presets) else 1
@@ -276,6 +283,20 @@ def random_pipeline(config: str, experts: int, device: torch.device | str = "cpu
     if "image_encoder" in encoders:
         return WanImageToVideoPipeline(**of_all, image_processor=CLIPImageProcessor())
     return WanPipeline(**of_all, **second, expand_timesteps=case.expand_timesteps)
+
+
+def bus_speed(device: torch.device) -> float:
+    """Return the bytes per second that go from pinned memory to the GPU."""
+    there = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty_like(there, device=device)
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        here.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return here.numel() / statistics.median(seconds)
 
 
 def models_of(pipe: DiffusionPipeline) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.tools.pages.block_sparsity import block_sparsity_page
+from scripts.tools.pages.cards import cards_of, cards_table, short_cards_table, text_encoder_table
 from scripts.tools.pages.cells import chart, versions
 from scripts.tools.pages.charts import draw_charts, whole_videos
 from scripts.tools.pages.checks import attention_errors_table, kept_table, parts_table, verified_table
@@ -39,7 +40,6 @@ from scripts.tools.pages.tiny_model import (
     TRAINING,
     evaluated,
     lora_table,
-    short_tiny_table,
     side_by_side,
     sparse_table,
 )
@@ -48,6 +48,7 @@ from scripts.tools.writeup import write as write_writeup
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/tools/write_pages.py -->", "<!-- end of measured -->"
+CARDS = "<!-- cards: written by scripts/tools/write_pages.py -->", "<!-- end of cards -->"
 WRITEUP = "nvidia-h200.json"  # the GPU that the write-up is about
 INTRODUCTION = """# Results
 
@@ -78,17 +79,25 @@ def result_files(folder: Path) -> list[Path]:
 
 
 def with_results(text: str, folder: Path) -> str:
-    """Return the README's text with the part between its markers, if it has them, written anew.
+    """Return the README's text with the parts between its markers written anew.
 
-    That part shows the results of the GPU with the most measurements, and steps that only another GPU has timed.
+    They show the results of the GPU with the most measurements, and steps that only another GPU has timed.
     """
-    if MEASURED[0] not in text:
-        return text
-    before, rest = text.split(MEASURED[0])
-    after = rest.split(MEASURED[1])[1]
     runs = {path: json.loads(path.read_text())["runs"] for path in result_files(folder)}
+    if not runs:
+        return text
     path = max(runs, key=lambda path: len(runs[path]))
-    return f"{before}{MEASURED[0]}\n{_short(path, runs.pop(path), runs.values())}{MEASURED[1]}{after}"
+    first = runs.pop(path)
+    text = _between(text, CARDS, short_cards_table(cards_of(first)) if cards_of(first) else "")
+    return _between(text, MEASURED, _short(path, first, runs.values()))
+
+
+def _between(text: str, markers: tuple[str, str], part: str) -> str:
+    """Return a text with the part between two markers, if it has them, written anew."""
+    if markers[0] not in text:
+        return text
+    before, rest = text.split(markers[0])
+    return f"{before}{markers[0]}\n{part}{markers[1]}{rest.split(markers[1])[1]}"
 
 
 def _short(path: Path, runs: dict, others: Iterable[dict]) -> str:
@@ -97,11 +106,7 @@ def _short(path: Path, runs: dict, others: Iterable[dict]) -> str:
     others: the runs of each other GPU.
     """
     steps = short_steps(path, runs, {name: run for other in others for name, run in other.items() if name not in runs})
-    if not steps:
-        return ""
-    files = (path.with_name(name) for name in (SPARSE, BLOCK_SPARSE))
-    tiny = short_tiny_table(runs.get("evaluate"), *(json.loads(f.read_text()) if f.exists() else None for f in files))
-    return "\n".join(filter(None, (steps, tiny)))
+    return steps
 
 
 def results_page(folder: Path) -> str:
@@ -147,6 +152,9 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
     if "host-time" in runs:
         parts.append(host_time(runs["host-time"]))
     parts += [memory_cap(run) for run in runs.values() if "cap_bytes" in run]
+    parts += [cards_table(run) for run in cards_of(runs)]
+    if "text-encoder" in runs:
+        parts.append(text_encoder_table(runs["text-encoder"]))
     parts += [group_offload_table(run) for run in runs.values() if "offloaded_steps" in run]
     if "ops" in runs:
         parts.append(ops_table(runs["ops"]))

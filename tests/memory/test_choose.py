@@ -2,7 +2,7 @@
 
 import pytest
 
-from turbo_rcm_patch.memory.choose import AROUND, BLOCKS_AT_ONCE, Placement, choose, smallest
+from turbo_rcm_patch.memory.choose import AROUND, BLOCKS_AT_ONCE, BLOCKS_OF_AN_ENCODER, Placement, choose, smallest
 from turbo_rcm_patch.memory.components import Component
 from turbo_rcm_patch.memory.stages import Stage
 
@@ -72,7 +72,9 @@ def test_a_stage_holds_what_stays_and_what_runs():
     placement = Placement(frozenset({"text_encoder", "transformer"}), tiles=False)
     peaks = [placement.peak(COMPONENTS, stage) for stage in STAGES]
     stay = 5 + 4 + 5
-    assert peaks == [round(AROUND * (stay + part)) for part in (2 + 4 * BLOCKS_AT_ONCE, 20 + 3 * BLOCKS_AT_ONCE, 60)]
+    assert peaks == [
+        round(AROUND * (stay + part)) for part in (2 + 4 * BLOCKS_OF_AN_ENCODER, 20 + 3 * BLOCKS_AT_ONCE, 60)
+    ]
 
 
 def test_the_host_keeps_what_streams_and_the_originals():

@@ -9,9 +9,10 @@ from itertools import product
 from .components import Component
 from .stages import Stage
 
-# Blocks of a streaming model on the GPU: the one that runs, the next one that arrives, and the last one, which is kept
-# until its kernels are done.
+# Blocks of a streaming transformer on the GPU: the one that runs, the next one that arrives, and the last one, which is
+# kept until its kernels are done. An encoder's are done before the next block has arrived.
 BLOCKS_AT_ONCE = 3
+BLOCKS_OF_AN_ENCODER = 2
 AROUND = 1.05  # memory of torch's allocator over that of the tensors
 
 
@@ -34,7 +35,7 @@ class Placement:
     def peak(self, components: Iterable[Component], stage: Stage) -> int:
         """Return the largest memory of a stage in bytes."""
         moving = max(
-            (BLOCKS_AT_ONCE * c.largest for c in components if c.name in stage.runs and c.name in self.streaming),
+            (blocks_at_once(c) * c.largest for c in components if c.name in stage.runs and c.name in self.streaming),
             default=0,
         )
         beside = max(moving + self._computing(stage), stage.after_blocks)
@@ -57,6 +58,11 @@ class Placement:
         pinned = sum(component.blocks for component in streaming)
         tables = sum(component.table for component in streaming)
         return pinned + tables + sum(component.originals for component in components), pinned
+
+
+def blocks_at_once(component: Component) -> int:
+    """Return how many blocks of a streaming model are on the GPU together."""
+    return BLOCKS_OF_AN_ENCODER if component.passes == 1 else BLOCKS_AT_ONCE
 
 
 def choose(components: Sequence[Component], stages: Sequence[Stage], budget: int) -> Placement | None:

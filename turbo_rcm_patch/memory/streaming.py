@@ -27,14 +27,16 @@ def stream(model: nn.Module, device: torch.device) -> None:
     """
     holder, table = holder_of_blocks(model), embeddings_of(model)
     blocks = {name for name, child in holder.named_children() if isinstance(child, nn.ModuleList)}
-    model.to("cpu")
+    in_parallel = device.type == "cuda"
+    if in_parallel:  # first of all, so that weights on a GPU go straight to pinned memory
+        pin(tensor for block in blocks_of(model) for tensor in (*block.parameters(), *block.buffers()))
+    for block in blocks_of(model):
+        block.to("cpu")
     with _without_children(holder, blocks):
         _move_all_but(model, table, device)
     for embedding in _modules_of(model, table):
+        embedding.to("cpu")
         HookRegistry.check_if_exists_or_initialize(embedding).register_hook(_RowsFromHost(device), ON_HOST)
-    in_parallel = device.type == "cuda"
-    if in_parallel:
-        pin(tensor for block in blocks_of(model) for tensor in (*block.parameters(), *block.buffers()))
     others = {
         name
         for name, child in holder.named_children()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from turbo_rcm_patch.config import BlockSparse, Sparse
-
 from .cells import decibels, percent, table_of, versions
 
 TRAINING = "training.json"
@@ -169,24 +167,6 @@ def _steps(count: int) -> str:
 def _overall(row: dict) -> str:
     overall = row["accuracy"]["overall"]
     return f"{percent(overall['share'])} ± {percent(overall['standard_error'])}"
-
-
-def short_tiny_table(
-    evaluation: dict | None, sparse: dict | None = None, block_sparse: dict | None = None
-) -> str | None:
-    """Return the README's table of the embedded model in every tier, or None without an evaluation.
-
-    The sparse tiers have their default options. Only the results page has other options and the unpatched model in
-    fp32. The arguments are as in `tiers_table`.
-    """
-    if evaluation is None:
-        return None
-    defaults = f", {100 * Sparse().topk:.0f} % of the key blocks", f", mass {BlockSparse().mass:g}"
-    groups = [
-        (measured, {name: rows for name, rows in variants.items() if name in PLAIN or name.endswith(defaults)})
-        for measured, variants in _groups(evaluation, sparse, block_sparse)
-    ]
-    return _table_of_groups(groups, "what the tiny model shows of held-out captions, %")
 
 
 def lora_table(results: dict) -> str:

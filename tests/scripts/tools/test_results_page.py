@@ -11,7 +11,8 @@ import pytest
 
 from scripts.benchmarks import gpu_session, group_offload
 from scripts.tools import write_pages
-from scripts.tools.pages import checks, ops, steps
+from scripts.tools.pages import cards, checks, ops, steps
+from tests.scripts.tools.pages.results import cards_run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -54,6 +55,16 @@ ATTENTION_ERRORS = {
 }
 
 
+TEXT_ENCODER = {
+    "settings": {"padded": 512},
+    "environment": ENVIRONMENT,
+    "rows": [
+        {"variant": "patched, 8 bits", "tokens": 96, "seconds": 0.0125, "weights": 7 * 10**9, "beside": 10**8}
+        | {"error": 0.01, "of_bf16": 1.75}
+    ],
+}
+
+
 def run_of(name: str, command: tuple[str, ...]) -> dict:
     """Return the run of a step: its own figures, or a similar step's with its settings."""
     preset = command[command.index("--preset") + 1] if "--preset" in command else "exact"
@@ -61,6 +72,10 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
         return copy.deepcopy(CAP)
     if "group_offload" in command[0]:
         return copy.deepcopy(OFFLOADED)
+    if "small_cards" in command[0]:
+        return cards_run()
+    if "text_encoder" in command[0]:
+        return copy.deepcopy(TEXT_ENCODER)
     if "measure_attention_error" in command[0]:
         return copy.deepcopy(ATTENTION_ERRORS)
     if "benchmarks/ops" in command[0]:
@@ -237,3 +252,18 @@ def test_a_sparse_video_has_targets_and_a_place_in_the_readme(step, shown):
     short = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": MEASURED["wan2.1-1.3b"], name: run})
     total = "1.20" if step < 0.15 else "**1.40**"
     assert f"4 steps, sparse | 4.59 | 3.44 | {total} |" in short
+
+
+def test_a_pipeline_within_a_cap():
+    text = cards.cards_table(cards_run())
+    assert "wan2.2-x, two experts, 5×16×32 from a prompt of 512 tokens to frames, 4 steps" in text
+    assert "memory moves 50 GB/s" in text
+    assert "| diffusers, by blocks | 8GB | all | whole frames | does not fit |  |  |" in text
+    stages = "text encoding 2.00 (2.10), decoding 6.00 (6.30)"
+    assert f"| quantized | no cap | nothing | whole frames | 10.00 | 2.000 | {stages} |" in text
+    assert f"| quantized | 8GB | nothing | few frames at a time | 11.00 | 2.000 | {stages} |" in text
+
+
+def test_the_text_encoder():
+    text = cards.text_encoder_table(TEXT_ENCODER)
+    assert "| patched, 8 bits | 96 | 12.5 | 7.00 | 0.10 | 1.75× |" in text

@@ -47,9 +47,6 @@ def judged_block_sparse(n=6):
     return {"settings": {"n": n}, "environment": {"gpu": None}, "exact": exact, "variants": variants}
 
 
-SHORT_TIERS = "| measured on | captions | what the tiny model shows of held-out captions, %"
-
-
 TIERS = [
     "|---|---|---|---|---|---|",
     "| GPU X | 77 | unpatched | 90.0 ± 1.2 | 98.0 ± 1.2 | 41.00 |",
@@ -75,3 +72,24 @@ def attention_rows(sizes="12×32760×128"):
     quantized = row("norms_attention_8bit", "ours", ours=7.75)
     quantized["timings"][OURS_EXACT] = {"milliseconds": 9.5}
     return {"ops-sparse": {"results": [sparse]}, "ops-quantized": {"results": [quantized]}}
+
+
+def cards_run() -> dict:
+    """Two experts within a cap, beside the whole GPU and diffusers' own offloading."""
+    sizes = {"num_frames": 5, "height": 16, "width": 32}
+    settings = {"config": "wan2.2-x", "experts": 2, **sizes, "steps": 4, "tokens": 512, "repeats": 2}
+    measured = {"step_seconds": 2.0, "allocated": {"text encoding": 2 * 10**9, "decoding": 6 * 10**9}}
+    plan = {"streaming": [], "tiles": False, "decoding": None}
+    plan["peaks"] = {"text encoding": 21 * 10**8, "decoding": 63 * 10**8}
+    rival = {"card": "8GB", "streaming": ["all"]}
+    does_not_fit = {"seconds": None, "step_seconds": None, "allocated": {}}
+    return {
+        "settings": {**settings, "bus_bytes_per_second": 5e10},
+        "environment": {"torch": "2.11", "triton": "3.6", "diffusers": "0.42", "commit": "0123456789abcdef"},
+        "cards": [
+            {"variant": "diffusers, by blocks", **rival, "tiles": False, **does_not_fit},
+            {"variant": "diffusers, by leaves", **rival, "tiles": True, **measured, "seconds": 30.0},
+            {"variant": "quantized", "card": None, **plan, **measured, "seconds": 10.0},
+            {"variant": "quantized", "card": "8GB", **plan, "decoding": 10**9, **measured, "seconds": 11.0},
+        ],
+    }

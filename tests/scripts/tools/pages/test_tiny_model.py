@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 from scripts.tools import write_pages
-from tests.scripts.tools.pages.results import SHORT_TIERS, TIERS, evaluation, judged_block_sparse, judged_sparse
+from tests.scripts.tools.pages.results import TIERS, evaluation, judged_block_sparse, judged_sparse
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -80,13 +80,6 @@ def test_sparse_rows_measured_on_a_gpu_are_in_bf16_unless_they_say_otherwise():
     table = tiny_model.tiers_table(None, sparse, block_sparse)
     assert "| sparse (SLA) in bf16, 10 % of the key blocks |" in table
     assert "| block_sparse in fp32, mass 0.9 |" in table
-
-
-def test_the_readmes_table_has_every_tier_but_not_every_variant():
-    assert tiny_model.short_tiny_table(None) is None
-    lines = tiny_model.short_tiny_table(evaluation(), judged_sparse(), judged_block_sparse()).splitlines()
-    assert lines[0].startswith(f"{SHORT_TIERS} | 1 step | 4 steps |")
-    assert lines[1:] == [TIERS[i] for i in (0, 1, 2, 3, 5, 6, 8, 9)]
 
 
 def test_what_the_judge_sees_of_a_lora_becomes_a_table(tmp_path):

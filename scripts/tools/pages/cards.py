@@ -1,0 +1,123 @@
+"""The tables of whole pipelines within a cap on the GPU's memory, and of their text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from scripts.tools.pages.cells import bold, table_of, versions
+from turbo_rcm_patch.amounts import in_gb
+
+# How much slower a video may be within a cap.
+TIMES, OF_TWO_EXPERTS = 1.10, 1.15
+
+
+def cards_of(runs: Mapping[str, dict]) -> list[dict]:
+    """Return the runs of pipelines within a cap."""
+    return [run for run in runs.values() if "cards" in run]
+
+
+def short_cards_table(runs: Iterable[dict]) -> str:
+    """Return the README's table: a row for each pipeline, tier and card."""
+    header = [
+        "pipeline",
+        "tier",
+        "card",
+        "video, s",
+        "the same without a cap, s",
+        "ratio",
+        "peak, GB",
+        "diffusers' own offloading, s",
+    ]
+    return table_of(header, (row for run in runs for row in _short_rows(run)))
+
+
+def cards_table(run: dict) -> str:
+    """Return the results page's part on a pipeline: every variant and card, and the peak of each stage."""
+    settings = run["settings"]
+    rows = [
+        [
+            row["variant"],
+            row["card"] or "no cap",
+            ", ".join(row["streaming"]) or "nothing",
+            "in tiles" if row["tiles"] else "few frames at a time" if row.get("decoding") else "whole frames",
+            "does not fit" if row["seconds"] is None else f"{row['seconds']:.2f}",
+            "" if row["seconds"] is None else f"{row['step_seconds']:.3f}",
+            _stages(row),
+        ]
+        for row in run["cards"]
+    ]
+    header = ["variant", "card", "what streams", "VAE", "video, s", "a step, s", "peak of each stage, measured, GB"]
+    return (
+        f"{_name(settings)} from a prompt of {settings['tokens']} tokens to frames, {settings['steps']} steps, on a "
+        f"GPU whose memory is capped ({versions(run['environment'])}; median of {settings['repeats']}; a copy from "
+        f"pinned memory moves {settings['bus_bytes_per_second'] / 1e9:.0f} GB/s). Predictions stand in brackets:\n\n"
+        + table_of(header, rows)
+    )
+
+
+def text_encoder_table(run: dict) -> str:
+    """Return the results page's part on the text encoder: each variant with its time, memory and error."""
+    rows = [
+        [
+            row["variant"],
+            str(row["tokens"]),
+            f"{row['seconds'] * 1e3:.1f}",
+            in_gb(row["weights"]),
+            "" if row["beside"] is None else in_gb(row["beside"]),
+            f"{row['of_bf16']:.2f}×",
+        ]
+        for row in run["rows"]
+    ]
+    header = ["text encoder", "tokens", "ms", "weights on the GPU, GB", "beside them, GB", "error over bf16's"]
+    return (
+        f"UMT5-XXL with random weights ({versions(run['environment'])}), prompts padded to {run['settings']['padded']} "
+        "tokens. The error is that of the embeddings against fp32:\n\n" + table_of(header, rows)
+    )
+
+
+def _short_rows(run: dict) -> Iterator[list[str]]:
+    settings = run["settings"]
+    target = OF_TWO_EXPERTS if settings["experts"] == 2 else TIMES
+    whole = {row["variant"]: row["seconds"] for row in run["cards"] if row["card"] is None}
+    for row in run["cards"]:
+        if row["card"] is None or row["variant"] not in whole:
+            continue
+        fits = row["seconds"] is not None
+        ratio = row["seconds"] / whole[row["variant"]] if fits else None
+        yield [
+            _name(settings),
+            row["variant"],
+            row["card"],
+            f"{row['seconds']:.2f}" if fits else "**does not fit**",
+            f"{whole[row['variant']]:.2f}",
+            bold(f"{ratio:.2f}×", round(ratio, 2) > target) if fits else "",
+            in_gb(max(row["allocated"].values())) if fits else "",
+            _rival(run["cards"], row["card"]),
+        ]
+
+
+def _rival(rows: Iterable[dict], card: str) -> str:
+    """Return the best time of diffusers' own offloading on a card, "" if it was not run."""
+    rivals = [row for row in rows if row["card"] == card and "peaks" not in row]
+    fitting = [row for row in rivals if row["seconds"] is not None]
+    if not fitting:
+        return "does not fit" if rivals else ""
+    best = min(fitting, key=lambda row: row["seconds"])
+    return f"{best['seconds']:.2f}" + (" (VAE in tiles)" if best["tiles"] else "")
+
+
+def _name(settings: dict) -> str:
+    experts = ", two experts" if settings["experts"] == 2 else ""
+    size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
+    return f"{settings['config']}{experts}, {size}"
+
+
+def _stages(row: dict) -> str:
+    """Return the measured peak of each stage, with the predicted one in brackets."""
+    predicted = row.get("peaks", {})
+    stages = ("text encoding", "image encoding", "VAE encoding", "denoising", "decoding")
+    return ", ".join(
+        f"{stage} {in_gb(row['allocated'][stage])}" + (f" ({in_gb(predicted[stage])})" if stage in predicted else "")
+        for stage in stages
+        if stage in row["allocated"]
+    )
