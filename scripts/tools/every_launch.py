@@ -248,6 +248,12 @@ def launch_layer_norm_modulate() -> None:
         starts = runs().starts
         scale, shift = (Runs(runs(channels).values, starts) for _ in range(2))
         layer_norm_modulate(meta(2, 300, channels, dtype=dtype), scale=scale, shift=shift, dtype=BF16)
+    for channels, dtype in product((2048, 4096), (FP32, BF16)):  # LTX-2's
+        x, one = meta(2, 300, channels, dtype=dtype), meta(2, channels, dtype=FP32)
+        for modulation in (None, one, meta(2, 300, channels, dtype=dtype)):
+            layer_norm_modulate(x, scale=modulation, shift=modulation, centred=False)
+            for format in formats():
+                layer_norm_modulate(x, scale=modulation, shift=modulation, centred=False, quantized=format)
     modulation = meta(2, 16384, dtype=FP32)
     layer_norm_modulate(meta(2, 300, 16384, dtype=FP32), scale=modulation, shift=modulation)  # no rows in flight
     for format, dtype, channels in product(formats(), (BF16, FP16, FP32), (1536, 3072, 5120)):
@@ -274,6 +280,10 @@ def launch_rms_norm_rope() -> None:
             rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles, sin=angles)
         pairs = meta(300, head_dim, dtype=FP32)  # as diffusers' tables, with every value twice
         rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=pairs[:, 0::2], sin=pairs[:, 1::2])
+    for dtype, (heads, head_dim), halves in product((FP32, BF16), ((32, 128), (32, 64), (3, 80)), (True, False)):
+        x, weight = meta(2, 300, heads * head_dim, dtype=dtype), meta(heads * head_dim, dtype=dtype)
+        for angles in (meta(300, head_dim // 2, dtype=FP32), meta(1, 300, heads, head_dim // 2, dtype=FP32)):
+            rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles, sin=angles, halves=halves)
 
 
 def launch_rms_norm_silu() -> None:

@@ -94,10 +94,14 @@ def launch_elementwise(device: torch.device) -> None:
         layer_norm_modulate(residual, weight=bias, bias=bias)
         layer_norm_modulate(residual, scale=modulation, shift=modulation)
         layer_norm_modulate(residual, scale=runs[0], shift=runs[1])
+        layer_norm_modulate(residual, scale=modulation, shift=modulation, centred=False)
         x, weight = values(batch, tokens, heads * head_dim, dtype=dtype), values(heads * head_dim, dtype=dtype)
         angles = values(tokens, head_dim, dtype=FP32)  # as diffusers' tables, with every value twice
         rms_norm_rope(x, weight, heads=heads, eps=1e-6)
         rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles[:, 0::2], sin=angles[:, 1::2])
+        by_head = values(batch, tokens, heads, head_dim // 2, dtype=FP32)
+        for halves in (False, True):
+            rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=by_head, sin=by_head, halves=halves)
         frames, gain = values(batch, 3, 7, 11, 96, dtype=dtype), values(96, dtype=dtype)
         rms_norm_silu(frames, gain)
         rms_norm_silu(frames, gain, silu=False)

@@ -201,16 +201,21 @@ def layer_norm_modulate(
     eps: float,
     dtype: torch.dtype | None = None,
     starts: torch.Tensor | None = None,
+    centred: bool = True,
 ) -> torch.Tensor:
     """Return ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, [B, S, C].
 
     x: [B, S, C]. weight, bias: [C]. scale, shift: [B|1, S|1, C], or [R, 1, C] with the starts of runs. Each pair may be
-    None. The adaptive layer norm of DiT, section 3.2.
+    None. centred: False for RMSNorm in place of LayerNorm. The adaptive layer norm of DiT, section 3.2.
     """
     wide = _wide(x.dtype)
     scale, shift = (by_token(value, starts, *x.shape[:2]) for value in (scale, shift))
     affine = [None if p is None else p.to(wide) for p in (weight, bias)]
-    y = F.layer_norm(x.to(wide), x.shape[-1:], *affine, eps)
+    if centred:
+        y = F.layer_norm(x.to(wide), x.shape[-1:], *affine, eps)
+    else:
+        y = F.rms_norm(x.to(wide), x.shape[-1:], affine[0], eps)
+        y = y if affine[1] is None else y + affine[1]
     if scale is not None:
         y = y * (1 + scale.to(wide)) + shift.to(wide)
     return y.to(dtype or x.dtype)
@@ -223,16 +228,17 @@ def rms_norm_rope(
     sin: torch.Tensor | None,
     heads: int,
     eps: float,
+    halves: bool = False,
 ) -> torch.Tensor:
-    """RMSNorm of x [B, S, H·D] over all heads together, then interleaved-pair rotary embedding; returns [B, S, H, D].
+    """RMSNorm of x [B, S, H·D] over all heads together, then rotary embedding (`rotate`); returns [B, S, H, D].
 
-    cos, sin [S, D/2]: pair i of every head, (x[2i], x[2i+1]), is rotated by the angle of column i. None: no rotation.
+    cos, sin: [S, D/2] or [B|1, S, H|1, D/2]. None: no rotation.
     """
     wide = _wide(x.dtype)
     y = x.to(wide)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
     y = y.unflatten(-1, (heads, -1))
-    return (y if cos is None else rotate(y, cos, sin)).to(x.dtype)
+    return (y if cos is None else rotate(y, cos, sin, halves)).to(x.dtype)
 
 
 def rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool = True) -> torch.Tensor:
@@ -242,12 +248,16 @@ def rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool = True) -> t
     return (F.silu(y) if silu else y).to(x.dtype).contiguous()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Interleaved-pair rotary embedding of x [B, S, H, D] by cos, sin [S, D/2]. RoFormer, eq. 34."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool = False) -> torch.Tensor:
+    """Rotary embedding of x [B, S, H, D] by cos, sin [S, D/2] or [B|1, S, H|1, D/2]. RoFormer, eq. 34.
+
+    Pair i of a head is (x[2i], x[2i+1]), or (x[i], x[i + D/2]) with halves. It turns by the angle of column i.
+    """
     wide = _wide(x.dtype)
-    even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
-    cos, sin = (table.to(wide)[:, None, :] for table in (cos, sin))
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+    cos, sin = (table.to(wide) if table.dim() == 4 else table.to(wide)[:, None, :] for table in (cos, sin))
+    first, second = x.to(wide).chunk(2, -1) if halves else (x[..., 0::2].to(wide), x[..., 1::2].to(wide))
+    turned = first * cos - second * sin, first * sin + second * cos
+    return (torch.cat(turned, -1) if halves else torch.stack(turned, dim=-1).flatten(-2)).to(x.dtype)
 
 
 def conv_skip(

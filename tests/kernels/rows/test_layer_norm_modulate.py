@@ -24,18 +24,20 @@ def _uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def check(x, weight=None, bias=None, scale=None, shift=None, eps=1e-6):
+def check(x, weight=None, bias=None, scale=None, shift=None, eps=1e-6, centred=True):
     parameters = {"weight": weight, "bias": bias, "scale": scale, "shift": shift}
-    actual = layer_norm_modulate(x, **parameters, eps=eps, implementation="triton")
-    low = layer_norm_modulate(x, **parameters, eps=eps, implementation="torch")
+    options = {"eps": eps, "centred": centred}
+    actual = layer_norm_modulate(x, **parameters, **options, implementation="triton")
+    low = layer_norm_modulate(x, **parameters, **options, implementation="torch")
     wide = {name: None if p is None else p.double() for name, p in parameters.items()}
-    assert_no_worse(actual, low, layer_norm_modulate(x.double(), **wide, eps=eps, implementation="torch"))
+    assert_no_worse(actual, low, layer_norm_modulate(x.double(), **wide, **options, implementation="torch"))
 
 
+@pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("modulation", MODULATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matches_the_oracle(shape, modulation, affine, device):
+def test_matches_the_oracle(shape, modulation, affine, centred, device):
     B, S, C = shape
     for dtype in DTYPES[device]:
         x = torch.randn(shape).to(torch_device(device), dtype)
@@ -43,7 +45,15 @@ def test_matches_the_oracle(shape, modulation, affine, device):
         scale = shift = None
         if MODULATIONS[modulation] is not None:
             scale, shift = torch.randn(2, *MODULATIONS[modulation](B, S, C)).to(x.device)
-        check(x, weight, bias, scale, shift)
+        check(x, weight, bias, scale, shift, centred=centred)
+
+
+def test_uncentred_is_rms_norm(device):
+    x, weight = 3 + torch.randn(2, 5, 33, device=torch_device(device)), torch.randn(33, device=torch_device(device))
+    scale, shift = torch.randn(2, 2, 1, 33, device=x.device)
+    actual = layer_norm_modulate(x, weight=weight, scale=scale, shift=shift, centred=False, implementation="triton")
+    expected = torch.nn.functional.rms_norm(x, (33,), weight, 1e-6) * (1 + scale) + shift
+    assert relative_error(actual, expected) <= 1e-6
 
 
 @pytest.mark.parametrize("modulation", ["sample", "shared", "token"])
@@ -65,11 +75,13 @@ def scale_and_shift_of(lengths, C, device):
     return scale, Runs(torch.randn_like(scale.values), scale.starts)
 
 
-def check_runs(x, lengths, **parameters):
+def check_runs(x, lengths, centred=True, **parameters):
     runs = scale_and_shift_of(lengths, x.shape[2], x.device)
     scale, shift = (expand(r, x.shape[0]) for r in runs)
     wide = {name: p.double() for name, p in parameters.items()}
-    oracle = layer_norm_modulate(x.double(), scale=scale.double(), shift=shift.double(), **wide, implementation="torch")
+    wide |= {"centred": centred, "implementation": "torch"}
+    oracle = layer_norm_modulate(x.double(), scale=scale.double(), shift=shift.double(), **wide)
+    parameters |= {"centred": centred}
     low = layer_norm_modulate(x, scale=scale, shift=shift, **parameters, implementation="torch")
     by_run = {"scale": runs[0], "shift": runs[1], **parameters}
     assert_no_worse(layer_norm_modulate(x, **by_run, implementation="triton"), low, oracle)
@@ -82,6 +94,7 @@ def test_runs_match_the_oracle_by_token(name, batch, device):
     for dtype in DTYPES[device]:
         x = torch.randn(batch, 30 // batch, 33).to(torch_device(device), dtype)
         check_runs(x, LENGTHS[name])
+        check_runs(x, LENGTHS[name], centred=False)
         check_runs(x, LENGTHS[name], weight=torch.randn(33).to(x), bias=torch.randn(33).to(x))
 
 
@@ -126,6 +139,7 @@ def test_the_result_may_have_8_bits(shape, modulation, device):
         if MODULATIONS[modulation] is not None:
             options["scale"], options["shift"] = torch.randn(2, *MODULATIONS[modulation](B, S, C)).to(x.device)
         check_quantized(x, device, **options)
+        check_quantized(x, device, **options, centred=False)
 
 
 def test_programs_walk_8_bits_of_several_runs(device):
@@ -236,6 +250,8 @@ def test_custom_op_contract(device):
         torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, arguments)
     scale, shift = scale_and_shift_of([2, 4], 8, x.device)
     arguments = (x, None, None, scale.values[:, None], shift.values[:, None], 1e-6, torch.float32, scale.starts)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, arguments)
+    arguments = (x, None, None, None, None, 1e-6, torch.float32, None, False)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, arguments)
     arguments = (x, None, None, None, None, 1e-6, INT8)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate_quantized.default, arguments)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import reference, rms_norm_rope
@@ -20,12 +21,13 @@ def angles(S, head_dim, device="cpu"):
     return angle.cos().to(device), angle.sin().to(device)
 
 
-def check(x, weight, heads, cos=None, sin=None, eps=1e-6):
-    actual = rms_norm_rope(x, weight, heads=heads, eps=eps, cos=cos, sin=sin, implementation="triton")
-    low = reference.rms_norm_rope(x, weight, cos, sin, heads, eps)
+def check(x, weight, heads, cos=None, sin=None, eps=1e-6, halves=False):
+    options = {"heads": heads, "eps": eps, "halves": halves}
+    actual = rms_norm_rope(x, weight, cos=cos, sin=sin, implementation="triton", **options)
+    low = reference.rms_norm_rope(x, weight, cos, sin, **options)
     wide = [None if t is None else t.double() for t in (x, weight, cos, sin)]
     assert actual.is_contiguous()
-    assert_no_worse(actual, low, reference.rms_norm_rope(*wide, heads, eps))
+    assert_no_worse(actual, low, reference.rms_norm_rope(*wide, **options))
 
 
 @pytest.mark.parametrize("rotated", [True, False])
@@ -36,6 +38,52 @@ def test_matches_the_oracle(shape, rotated, device):
         x = torch.randn(B, S, heads * head_dim).to(torch_device(device), dtype)
         weight = torch.randn(heads * head_dim).to(x)
         check(x, weight, heads, *(angles(S, head_dim, x.device) if rotated else ()))
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("by", ["token", "head", "sample", "sample and head"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 7, 3, 12), (3, 9, 2, 36), (2, 33, 32, 64), (1, 3, 40, 128)])
+def test_tables_of_every_shape_match_the_oracle(shape, by, halves, device):
+    B, S, heads, head_dim = shape
+    of = (B if "sample" in by else 1, S, heads if "head" in by else 1, head_dim // 2)
+    for dtype in DTYPES[device]:
+        x = torch.randn(B, S, heads * head_dim).to(torch_device(device), dtype)
+        angle = torch.randn(of, device=x.device)
+        check(x, torch.randn(heads * head_dim).to(x), heads, angle.cos(), angle.sin(), halves=halves)
+
+
+def diffusers_tables(rope_type, B, S, heads, head_dim, device):
+    """The tables of LTX-2's model: interleaved [B, S, H·D] in pairs, or split [B, H, S, D/2]."""
+    angle = torch.randn(B, S, heads * head_dim // 2, device=device)
+    if rope_type == "interleaved":
+        return tuple(t.repeat_interleave(2, dim=-1) for t in (angle.cos(), angle.sin()))
+    return tuple(t.unflatten(2, (heads, -1)).swapaxes(1, 2) for t in (angle.cos(), angle.sin()))
+
+
+@pytest.mark.parametrize("rope_type", ["interleaved", "split"])
+def test_rotates_as_ltx_2_in_diffusers(rope_type, device):
+    x = torch.randn(2, 33, 3 * 12, device=torch_device(device))
+    tables = diffusers_tables(rope_type, 2, 33, 3, 12, x.device)
+    weight = torch.randn(36, device=x.device)
+    normed = torch.nn.functional.rms_norm(x, (36,), weight, 1e-6)
+    if rope_type == "interleaved":
+        expected = apply_interleaved_rotary_emb(normed, tables)
+        views = [t.unflatten(2, (3, 12))[..., 0::2] for t in tables]
+    else:
+        expected = apply_split_rotary_emb(normed, tables)
+        views = [t.transpose(1, 2) for t in tables]
+    options = {"heads": 3, "eps": 1e-6, "halves": rope_type == "split", "implementation": "triton"}
+    actual = rms_norm_rope(x, weight, cos=views[0], sin=views[1], **options)
+    assert relative_error(actual.flatten(2), expected) <= 1e-6
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_programs_walk_several_tiles_of_rows_with_tables_by_head(halves, device):
+    device = torch_device(device)
+    S = 41 if device.type == "cpu" else 8001
+    angle = torch.randn(2, S, 32, 64, device=device)
+    x, weight = torch.randn(2, S, 32 * 128, device=device), torch.randn(32 * 128, device=device)
+    check(x, weight, 32, angle.cos(), angle.sin(), halves=halves)
 
 
 @pytest.mark.parametrize("rotated", [True, False])
@@ -149,8 +197,10 @@ def test_compiles_to_one_graph(device):
 
 def test_custom_op_contract(device):
     x = torch.randn(2, 3, 8, device=torch_device(device))
-    arguments = (x, torch.randn(8, device=x.device), *angles(3, 4, x.device), 2, 1e-6)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.rms_norm_rope.default, arguments)
+    weight = torch.randn(8, device=x.device)
+    by_head = torch.randn(2, 3, 2, 2, device=x.device)
+    for more in ((*angles(3, 4, x.device), 2, 1e-6), (by_head.cos(), by_head.sin(), 2, 1e-6, True)):
+        torch.library.opcheck(torch.ops.turbo_rcm_patch.rms_norm_rope.default, (x, weight, *more))
 
 
 def test_errors():
@@ -164,5 +214,11 @@ def test_errors():
         rms_norm_rope(x, weight, heads=3, eps=1e-6, cos=cos)
     with pytest.raises(ValueError, match=r"sin has shape \[2, 4\]; it must be \[S=3, D/2\]"):
         rms_norm_rope(x, weight, heads=3, eps=1e-6, cos=cos, sin=sin[:2])
+    for shape in ((3, 3, 3, 4), (2, 3, 2, 4), (2, 3, 3, 8), (2, 4, 3, 4), (2, 3, 4)):
+        table = torch.zeros(shape)
+        with pytest.raises(ValueError, match="cos has shape"):
+            rms_norm_rope(x, weight, heads=3, eps=1e-6, cos=table, sin=table)
+    with pytest.raises(ValueError, match=r"sin has shape .* as the other table"):
+        rms_norm_rope(x, weight, heads=3, eps=1e-6, cos=cos, sin=torch.zeros(2, 3, 3, 4))
     with pytest.raises(ValueError, match=r"even head_dim \(here D=3\)"):
         rms_norm_rope(x, weight, heads=8, eps=1e-6, cos=cos[:, :1], sin=sin[:, :1])

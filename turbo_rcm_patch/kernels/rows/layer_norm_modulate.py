@@ -2,10 +2,11 @@
 
 x is [B, S, C], weight and bias [C], scale and shift [B|1, C], [B|1, S|1, C] or by runs of tokens. Both pairs are
 optional. Each tensor is fp32, fp16 or bf16. The result has one of these dtypes, or 8 bits with a scale and a norm for
-each row (quantized.py). Statistics and arithmetic are fp32. The variance is summed over centred values. The result is
-rounded once. A program walks many rows and keeps the values that these share in registers. If it read fp32 scale and
-shift again for each row, these would be four times the row's bytes. No gradient: under autograd the reference runs. The
-modulation is adaLN of Peebles and Xie 2022, Scalable Diffusion Models with Transformers, section 3.2.
+each row (quantized.py). With ``centred=False`` the norm is RMSNorm, which subtracts no mean. Statistics and arithmetic
+are fp32. The variance is summed over centred values. The result is rounded once. A program walks many rows and keeps
+the values that these share in registers. If it read fp32 scale and shift again for each row, these would be four times
+the row's bytes. No gradient: under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022,
+Scalable Diffusion Models with Transformers, section 3.2.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def layer_norm_modulate(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
     quantized: torch.dtype | None = None,
+    centred: bool = True,
     implementation: str = "auto",
 ) -> torch.Tensor | Quantized:
     """Return ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, [B, S, C]. The norm is over the channels.
@@ -54,6 +56,7 @@ def layer_norm_modulate(
     scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both Runs that share one tensor of starts.
     dtype: the result's dtype, fp32, fp16 or bf16; None: x's.
     quantized: INT8 or FP8 to return a Quantized in that format, with norm; dtype is then ignored.
+    centred: False for RMSNorm in place of LayerNorm.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for other dtypes or formats, and for shapes or devices that do not fit together.
     """
@@ -72,8 +75,8 @@ def layer_norm_modulate(
     spec = spec_of(implementation, *tensors, result=quantized)
     if quantized is not None:
         launch = LAYER_NORM_MODULATE_QUANTIZED.pick(spec).launch
-        return Quantized(*launch(*tensors, eps, quantized, starts))
-    return LAYER_NORM_MODULATE.pick(spec).launch(*tensors, eps, dtype or x.dtype, starts)
+        return Quantized(*launch(*tensors, eps, quantized, starts, centred))
+    return LAYER_NORM_MODULATE.pick(spec).launch(*tensors, eps, dtype or x.dtype, starts, centred)
 
 
 def _canonical_modulations(
@@ -114,15 +117,16 @@ def _layer_norm_modulate(
     eps: float,
     dtype: torch.dtype,
     starts: torch.Tensor | None = None,
+    centred: bool = True,
 ) -> torch.Tensor:
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() > 0:
-        _launch(x, weight, bias, scale, shift, eps, starts, out, None, None)
+        _launch(x, weight, bias, scale, shift, eps, starts, centred, out, None, None)
     return out
 
 
 @_layer_norm_modulate.register_fake
-def _(x, weight, bias, scale, shift, eps, dtype, starts=None):
+def _(x, weight, bias, scale, shift, eps, dtype, starts=None, centred=True):
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -136,20 +140,21 @@ def _layer_norm_modulate_quantized(
     eps: float,
     format: torch.dtype,
     starts: torch.Tensor | None = None,
+    centred: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values, row_scale, norm = new_quantized(x, format, with_norm=True)
     if values.numel() > 0:
-        _launch(x, weight, bias, scale, shift, eps, starts, values, row_scale, norm)
+        _launch(x, weight, bias, scale, shift, eps, starts, centred, values, row_scale, norm)
     return values, row_scale, norm
 
 
 @_layer_norm_modulate_quantized.register_fake
-def _(x, weight, bias, scale, shift, eps, format, starts=None):
+def _(x, weight, bias, scale, shift, eps, format, starts=None, centred=True):
     return new_quantized(x, format, with_norm=True)
 
 
-def _quantized_by_reference(x, weight, bias, scale, shift, eps, format, starts=None):
-    wide = reference.layer_norm_modulate(x, weight, bias, scale, shift, eps, torch.float32, starts)
+def _quantized_by_reference(x, weight, bias, scale, shift, eps, format, starts=None, centred=True):
+    wide = reference.layer_norm_modulate(x, weight, bias, scale, shift, eps, torch.float32, starts, centred)
     return quantize_reference(wide, format, with_norm=True)
 
 
@@ -167,6 +172,7 @@ def _launch(
     shift: torch.Tensor | None,
     eps: float,
     starts: torch.Tensor | None,
+    centred: bool,
     out: torch.Tensor,
     row_scale: torch.Tensor | None,
     norm: torch.Tensor | None,
@@ -204,6 +210,7 @@ def _launch(
         eps,
         SCALE=scale_kind,
         SHIFT=shift_kind,
+        CENTRED=centred,
         **tile,
     )
 
@@ -224,7 +231,8 @@ def _tile(C: int, element_size: int, varies: bool, quantized: bool) -> dict[str,
 def _layer_norm_modulate_kernel(
     x, out, row_scale, norm, weight, bias, scale, shift, starts, runs, S, C, x_stride_b, x_stride_s,
     scale_stride_b, scale_stride_s, scale_stride_c, shift_stride_b, shift_stride_s, shift_stride_c, eps,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, CENTRED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     sample = tl.program_id(1)
@@ -239,7 +247,7 @@ def _layer_norm_modulate_kernel(
     if starts is None:
         _norm_rows(
             x, out, row_scale, norm, program * ROWS, S, programs * ROWS, C, x_stride_s, sample, modulation, eps,
-            SCALE, SHIFT, ROWS, BLOCK, STAGES,
+            SCALE, SHIFT, CENTRED, ROWS, BLOCK, STAGES,
         )  # fmt: skip
     else:
         # Each program takes consecutive rows, which belong to few runs.
@@ -250,14 +258,15 @@ def _layer_norm_modulate_kernel(
             if first < end:
                 _norm_rows(
                     x, out, row_scale, norm, first, end, ROWS, C, x_stride_s, tl.cast(run, tl.int32), modulation, eps,
-                    SCALE, SHIFT, ROWS, BLOCK, STAGES,
+                    SCALE, SHIFT, CENTRED, ROWS, BLOCK, STAGES,
                 )  # fmt: skip
 
 
 @triton.jit
 def _norm_rows(
     x, out, row_scale, norm, start, end, step, C, x_stride_s, sample, modulation, eps,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, CENTRED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Normalise rows from start to end of one sample or run. Read the modulation once unless it varies by token."""
     weight, bias, scale, shift, scale_strides, shift_strides = modulation
@@ -281,10 +290,11 @@ def _norm_rows(
         mask = row_mask[:, None] & column_mask[None, :]
         x_rows = x + rows.to(tl.int64)[:, None] * x_stride_s
         values = tl.load(x_rows + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.sum(values, 1) / C
-        centred = tl.where(column_mask[None, :], values - mean[:, None], 0.0)
-        variance = tl.sum(centred * centred, 1) / C
-        y = centred * tl.rsqrt(variance + eps)[:, None] * gain + offset
+        if CENTRED:
+            mean = tl.sum(values, 1) / C
+            values = tl.where(column_mask[None, :], values - mean[:, None], 0.0)
+        variance = tl.sum(values * values, 1) / C
+        y = values * tl.rsqrt(variance + eps)[:, None] * gain + offset
         if VARIES:
             y *= 1 + load_coefficient(scale, sample, rows, columns, row_mask, column_mask, *scale_strides, SCALE)
             y += load_coefficient(shift, sample, rows, columns, row_mask, column_mask, *shift_strides, SHIFT)
