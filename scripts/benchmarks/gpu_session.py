@@ -98,6 +98,8 @@ MEASUREMENTS = {
     ),
     "small-cards-wan2.2-a14b": (*CARDS, "wan2.1-14b", "--vram", "8GB", "--experts", "2"),
     "small-cards-wan2.1-i2v-14b": (*CARDS, "wan2.1-i2v-14b", "--vram", "12GB"),
+    "host-memory-wan2.1-14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.1-14b"),
+    "host-memory-wan2.2-a14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.1-14b", "--experts", "2"),
     "wan2.1-14b-group-offload": ("scripts/benchmarks/group_offload.py",),
     "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
     "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),

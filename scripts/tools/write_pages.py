@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.tools.pages.block_sparsity import block_sparsity_page
-from scripts.tools.pages.cards import cards_of, cards_table, short_cards_table, text_encoder_table
+from scripts.tools.pages.cards import cards_of, cards_table, host_memory, short_cards_table, text_encoder_table
 from scripts.tools.pages.cells import chart, versions
 from scripts.tools.pages.charts import draw_charts, whole_videos
 from scripts.tools.pages.checks import attention_errors_table, kept_table, parts_table, verified_table
@@ -153,6 +153,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(host_time(runs["host-time"]))
     parts += [memory_cap(run) for run in runs.values() if "cap_bytes" in run]
     parts += [cards_table(run) for run in cards_of(runs)]
+    parts += [host_memory(run) for run in runs.values() if "host_memory" in run]
     if "text-encoder" in runs:
         parts.append(text_encoder_table(runs["text-encoder"]))
     parts += [group_offload_table(run) for run in runs.values() if "offloaded_steps" in run]

@@ -9,6 +9,7 @@ from turbo_rcm_patch.amounts import in_gb
 
 # How much slower a video may be within a cap.
 TIMES, OF_TWO_EXPERTS = 1.10, 1.15
+HOST_MEMORY = {1: 1.25, 2: 2.5}  # by the number of transformers, times the 8-bit weights of one, wanted at most
 
 
 def cards_of(runs: Mapping[str, dict]) -> list[dict]:
@@ -52,6 +53,19 @@ def cards_table(run: dict) -> str:
         f"GPU whose memory is capped ({versions(run['environment'])}; median of {settings['repeats']}; a copy from "
         f"pinned memory moves {settings['bus_bytes_per_second'] / 1e9:.0f} GB/s). Predictions stand in brackets:\n\n"
         + table_of(header, rows)
+    )
+
+
+def host_memory(run: dict) -> str:
+    """Return the results page's sentence on the host's memory of a converted model that is fitted into a card."""
+    settings, figures = run["settings"], run["host_memory"]
+    share, wanted = figures["peak"] / figures["weights"], HOST_MEMORY[settings["experts"]]
+    experts = ", two experts" if settings["experts"] == 2 else ""
+    times = bold(f"{share:.2f}×", share > wanted)
+    return (
+        f"`load_converted` and `fit` of {settings['config']}{experts} for {settings['vram']} take "
+        f"{in_gb(figures['peak'])} GB of the host's memory at most, {in_gb(figures['pinned'])} GB of it pinned. "
+        f"That is {times} one transformer's {in_gb(figures['weights'])} GB in 8 bits ({wanted}× is wanted at most).\n"
     )
 
 

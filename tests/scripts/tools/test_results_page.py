@@ -55,6 +55,7 @@ ATTENTION_ERRORS = {
 }
 
 
+HOST_MEMORY = {"peak": 15 * 10**9, "pinned": 14 * 10**9, "weights": 10 * 10**9, "seconds": 30}
 TEXT_ENCODER = {
     "settings": {"padded": 512},
     "environment": ENVIRONMENT,
@@ -74,6 +75,8 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
         return copy.deepcopy(OFFLOADED)
     if "small_cards" in command[0]:
         return cards_run()
+    if "host_memory" in command[0]:
+        return {"settings": {"config": name, "experts": 1, "vram": "8GB"}, "host_memory": HOST_MEMORY}
     if "text_encoder" in command[0]:
         return copy.deepcopy(TEXT_ENCODER)
     if "measure_attention_error" in command[0]:
@@ -267,3 +270,12 @@ def test_a_pipeline_within_a_cap():
 def test_the_text_encoder():
     text = cards.text_encoder_table(TEXT_ENCODER)
     assert "| patched, 8 bits | 96 | 12.5 | 7.00 | 0.10 | 1.75× |" in text
+
+
+def test_the_hosts_memory():
+    run = {"settings": {"config": "wan2.1-14b", "experts": 2, "vram": "8GB"}, "host_memory": HOST_MEMORY}
+    text = cards.host_memory(run)
+    assert "of wan2.1-14b, two experts for 8GB take 15.00 GB of the host's memory at most, 14.00 GB of it pin" in text
+    assert "That is 1.50× one transformer's 10.00 GB in 8 bits (2.5× is wanted at most)" in text
+    run["settings"]["experts"] = 1
+    assert "**1.50×**" in cards.host_memory(run)
