@@ -42,7 +42,7 @@ VARIANTS = {
     "patched, streaming": ({}, True),
     "patched, 8 bits, streaming": ({"in_8_bits": True}, True),
 }
-GROUPS = (None, 128, 64, 32)  # None: a row
+GROUPS = (None, 128, 32, 16)  # None: a row
 HEADER = ("variant", "tokens", "ms", "weights, GB", "beside them, GB", "error", "of bf16's")
 
 

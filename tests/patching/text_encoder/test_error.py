@@ -33,7 +33,7 @@ def test_a_wide_encoder_on_a_gpu(seed, tails):
         assert relative(embeddings(encoder, tokens), exact) < 1.1 * in_bf16
     before = torch.cuda.memory_allocated()
     with trp.patch_text_encoder(encoder, in_8_bits=True, keep_prompts=1) as patch:
-        assert torch.cuda.memory_allocated() < 0.6 * before
+        assert torch.cuda.memory_allocated() < 0.65 * before
         assert relative(embeddings(encoder, tokens), exact) <= 2 * in_bf16
         assert patch.kept_prompts == 1
         again = copy.deepcopy(encoder).cpu()

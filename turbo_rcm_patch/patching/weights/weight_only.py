@@ -2,7 +2,7 @@
 
     values [N, K] int8, scale [N, K / GROUP] bf16        weight ≈ values · scale, one scale for GROUP values of a row
 
-It costs 8.5 bits for each value. Larger groups take 8.1 to 8.3 bits, but the embeddings of a UMT5 encoder then err more
+It costs 9 bits for each value. Larger groups take 8.1 to 8.5 bits, but the embeddings of a UMT5 encoder then err more
 than twice as much as in bf16 (docs/designs.md). In each call the whole weight is brought to the model's dtype.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 from ...kernels.quantized import INT8, LARGEST, TINY, QuantizedWeight
 from .linear_8bit import SCALE, VALUES, QuantizedLinear, fastest, linears_are_replaced, rows_at_once
 
-GROUP = 32  # values of a row with one scale
+GROUP = 16  # values of a row with one scale
 
 
 class WeightOnlyLinear(QuantizedLinear):
