@@ -71,7 +71,7 @@ def test_the_plan_counts_8_bits_and_says_so(everything_streams):  # noqa: F811
     patch = trp.patch_text_encoder(pipe, in_8_bits=True)
     after = fit_on_the_cpu(pipe)
     bf16, in_8_bits = (next(c for c in plan.components if c.name == "text_encoder") for plan in (before, after))
-    assert 0.5 < in_8_bits.blocks / bf16.blocks < 0.56
+    assert 0.5 < in_8_bits.blocks / bf16.blocks < 0.6
     assert in_8_bits.blocks == sum(t.nbytes for t in pipe.text_encoder.encoder.block.parameters())
     assert in_8_bits.originals == sum(linear.numel() * 2 for linear in linear_weights(pipe.text_encoder))
     text = str(after)
