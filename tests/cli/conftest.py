@@ -1,6 +1,11 @@
 import pytest
+import torch
 
+from tests.cli.running import ALLOCATOR
 from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.cli import commands, pipelines
+from turbo_rcm_patch.memory import plan
+from turbo_rcm_patch.memory.choose import Placement
 
 
 @pytest.fixture(scope="package")
@@ -14,3 +19,20 @@ def saved_models(tmp_path_factory):
         (root / name / "model_index.json").write_text(index)
     (root / "empty").mkdir()
     return root
+
+
+@pytest.fixture
+def cpu_as_a_gpu(monkeypatch):
+    """The commands take the CPU as the GPU whose memory --vram is."""
+    for module in (commands, pipelines):
+        monkeypatch.setattr(module, "choose_device", lambda arguments: torch.device("cpu"))
+    monkeypatch.setenv(ALLOCATOR, "")  # so that it is put back
+    monkeypatch.delenv(ALLOCATOR)
+
+
+@pytest.fixture
+def everything_streams(monkeypatch):
+    """Let a plan stream all models that can."""
+    monkeypatch.setattr(
+        plan, "choose", lambda components, *_: Placement(frozenset(c.name for c in components if c.blocks), tiles=False)
+    )

@@ -2,6 +2,7 @@
 
 from turbo_rcm_patch.cli import main
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CAPTION = "a red circle moves right"
 TINY = ["--height", "32", "--width", "48", "--frames", "5", "--steps", "2", "--device", "cpu"]
 

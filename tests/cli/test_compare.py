@@ -4,9 +4,10 @@ import json
 
 import imageio.v3 as iio
 import numpy as np
+import pytest
 import torch
 
-from tests.cli.running import CAPTION, TINY
+from tests.cli.running import CAPTION, TINY, error_of
 from turbo_rcm_patch.cli import main
 
 OUTPUTS_OF_COMPARE = {"--json": ".json", "--plot": ".png", "--video": ".mp4"}
@@ -41,3 +42,38 @@ def test_compare_writes_three_frames_and_their_difference_as_a_picture(tmp_path,
     assert np.abs(patched - unpatched).max() <= 1
     assert difference.max() > 127  # amplified
     assert np.ptp(unpatched[:32]) > 0
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu", "everything_streams")
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+def test_compare_with_vram_finds_the_same(preset, saved_models, tmp_path, capsys):
+    options = [CAPTION, *TINY[:-2], "--repeats", "2", "--model", str(saved_models / "t2v"), "--preset", preset]
+    found = {}
+    for name, vram in (("plain", []), ("fitted", ["--vram", "10GB"])):
+        path = tmp_path / f"{name}.json"
+        assert main(["compare", *options, "--json", str(path), *vram]) == 0
+        found[name] = json.loads(path.read_text())["variants"]
+    printed = capsys.readouterr().out
+    assert "torch.compile is left out" in printed
+    assert "its blocks stream" in printed
+    assert "denoising, unpatched" in printed
+    assert "original weights for restore()" not in printed  # what compares must restore
+    for plain, fitted in zip(found["plain"], found["fitted"], strict=True):
+        for what in ("name", "latents", "frames", "weights"):
+            assert plain[what] == fitted[what]
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu")
+def test_compare_says_what_does_not_fit(capsys):
+    message = error_of(capsys, "compare", CAPTION, *TINY[:-2], "--vram", "610 MB")
+    assert "--vram 610 MB: 48x32, 5 frames take at least" in message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+def test_compare_stays_within_vram(preset, tmp_path):
+    path = tmp_path / "compare.json"
+    options = ["--height", "480", "--width", "832", "--frames", "17", "--preset", preset, "--repeats", "1"]
+    assert main(["compare", CAPTION, *options, "--vram", "6GB", "--json", str(path)]) == 0
+    variants = json.loads(path.read_text())["variants"]
+    assert max(variant["timings"]["peak_memory"] for variant in variants) <= 5.4e9  # less what CUDA takes

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
-from tests.cli.running import CAPTION, TINY, error_of
+from tests.cli.running import ALLOCATOR, CAPTION, TINY, error_of
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.cli import commands, main, pipelines
 from turbo_rcm_patch.cli.errors import CommandError
@@ -167,25 +167,11 @@ def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]
 
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-
-
-@pytest.fixture
-def cpu_as_a_gpu(monkeypatch):
-    """The commands take the CPU as the GPU whose memory --vram is."""
-    for module in (commands, pipelines):
-        monkeypatch.setattr(module, "choose_device", lambda arguments: torch.device("cpu"))
-    monkeypatch.setenv(ALLOCATOR, "")  # so that it is put back
-    monkeypatch.delenv(ALLOCATOR)
-
-
 @pytest.mark.usefixtures("cpu_as_a_gpu")
 @pytest.mark.parametrize("model", ["embedded", "t2v"])
 def test_generate_with_vram_patches_and_then_fits(model, saved_models, tmp_path, capsys, monkeypatch):
-    seen, fit = [], commands.fit
-    monkeypatch.setattr(
-        commands, "fit", lambda pipe, *args, **options: seen.append(pipe) or fit(pipe, *args, **options)
-    )
+    seen, fit = [], commands.fit_with
+    monkeypatch.setattr(commands, "fit_with", lambda pipe, *args: seen.append(pipe) or fit(pipe, *args))
     options = ["generate", CAPTION, *TINY[:-2], "--preset", "quantized"]
     options += [] if model == "embedded" else ["--model", str(saved_models / model)]
     assert main([*options, "-o", str(tmp_path / "fitted.mp4"), "--vram", "10GB"]) == 0

@@ -7,8 +7,11 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.memory import fit_with
 from turbo_rcm_patch.memory import plan as plan_module
 from turbo_rcm_patch.memory.choose import Placement
+from turbo_rcm_patch.memory.stages import Video, unpatched_stages
 
 pytestmark = pytest.mark.gpu
 SIZE = {"height": 480, "width": 832, "num_frames": 5}
@@ -72,6 +75,31 @@ def test_a_transformer_that_does_not_fit_streams(tier):
     assert torch.cuda.memory_allocated() - before < 2**26
     pipe.to(DEVICE)
     assert (video_of(pipe) - expected).abs().max() == 0
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+def test_variants_of_a_comparison_stay_within_the_plan(tier):
+    pipe = large_pipeline()
+    call = {"prompt": "a fox", **SIZE, "num_inference_steps": 2}
+    pipe.to(DEVICE)
+    expected = compare(pipe, call, config=tier, with_compile=False, repeats=1)
+    pipe.to("cpu")
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    for megabytes in range(700, 4000, 50):
+        try:
+            plan = fit_with(pipe, f"{megabytes} MB", Video(480, 832, 5), tier, DEVICE, unpatched_stages)
+            break
+        except trp.DoesNotFit:
+            continue
+    assert "transformer" in plan.placement.streaming
+    comparison = compare(pipe, call, config=tier, with_compile=False, repeats=1)
+    for variant, resident in zip(comparison.variants, expected.variants, strict=True):
+        assert variant.timings.peak_memory - before <= max(plan.peaks.values())
+        assert variant.name == resident.name
+        assert plan.placement.tiles or variant.latents == resident.latents
+    plan.undo()
 
 
 def test_everything_streams(monkeypatch):

@@ -3,19 +3,24 @@
 import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from peft import LoraConfig
 
 import turbo_rcm_patch as trp
+from tests.patching.families.test_vae_memory import Peak
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.components import components_of
 from turbo_rcm_patch.memory.empty_models import cast_as_loaded
 from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs, needs_table
-from turbo_rcm_patch.memory.stages import Patched, Video, denoising_bytes, stages_of
+from turbo_rcm_patch.memory.stages import Patched, Video, denoising_bytes, stages_of, tokens_of, unpatched_stages
 from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.vae.sizes import latent_size
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = [ROOT / f"results/nvidia-{gpu}.json" for gpu in ("h200", "h100-80gb-hbm3")]
@@ -72,16 +77,16 @@ def test_real_models_take_at_most_55_percent_in_8_bits(name, gib):
     assert math.isclose(steps["exact"][0] / 2**30, gib, abs_tol=0.01)
 
 
-def measured(name):
+def measured(name, variant="patched"):
     """Return a run's settings, and the peak bytes that it measured."""
     runs = (json.loads(path.read_text())["runs"] for path in RESULTS)
     run = next(run[name] for run in runs if name in run)
-    patched = {variant["name"]: variant["timings"] for variant in run.get("variants", ())}.get("patched")
-    return run["settings"], run["peak_bytes"] if patched is None else patched["peak_memory"]
+    timings = {one["name"]: one["timings"] for one in run.get("variants", ())}.get(variant)
+    return run["settings"], run["peak_bytes"] if timings is None else timings["peak_memory"]
 
 
-def denoising_peak(settings, config, *, vae):
-    """Return the predicted peak of a step with all models on the GPU."""
+def peak_of(stage, settings, config, *, vae):
+    """Return the predicted peak of a stage with all models on the GPU."""
     case = CASES[settings["config"]]
     layers = {"num_layers": settings["layers"]} if "layers" in settings else {}
     with torch.device("meta"):
@@ -94,7 +99,8 @@ def denoising_peak(settings, config, *, vae):
         del models["vae"]
     video = Video(settings["height"], settings["width"], settings.get("frames") or settings["num_frames"])
     components = components_of(models, config)
-    (stage,) = (stage for stage in stages_of(Patched(models, config), video) if stage.name == "denoising")
+    patched = Patched(models, config, case.expand_timesteps, unpatched_stages)
+    (stage,) = (one for one in stages_of(patched, video) if one.name == stage)
     return Placement(frozenset(), tiles=False).peak(components, stage)
 
 
@@ -102,13 +108,50 @@ def denoising_peak(settings, config, *, vae):
 def test_the_peak_is_what_a_gpu_measured_or_a_little_more(name):
     """The runs have a VAE on the GPU, but decode nothing."""
     settings, peak = measured(name)
-    assert peak <= denoising_peak(settings, trp.Exact(), vae=True) <= 1.1 * peak
+    assert peak <= peak_of("denoising", settings, trp.Exact(), vae=True) <= 1.1 * peak
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("wan2.1-14b-4-layers", "denoising, unpatched"),
+        ("wan2.1-14b-1-layer-decoded", "decoding, unpatched"),
+        ("wan2.2-5b-1-layer-decoded", "decoding, unpatched"),
+    ],
+)
+def test_the_unpatched_peak_is_what_a_gpu_measured_or_a_little_more(name, stage):
+    settings, peak = measured(name, "unpatched")
+    assert peak <= peak_of(stage, settings, trp.Exact(), vae=True) <= 1.1 * peak
+
+
+@pytest.mark.parametrize("lora", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "wan2.1-14b", "wan2.2-5b"])
+def test_the_unpatched_step_takes_what_diffusers_block_takes(name, lora):
+    """Counted on tensors without values."""
+    case, video = CASES[name], Video(480, 832, 81)
+    with torch.device("meta"):
+        model = cast_as_loaded(case.transformer_class(**{**case.transformer, "num_layers": 1}), torch.bfloat16)
+        vae = cast_as_loaded(case.vae_class(**case.vae), torch.bfloat16)
+    if lora is not None:
+        model.add_adapter(LoraConfig(r=16, target_modules=["to_q", "to_out.0", "net.0.proj", "net.2"]))
+        for path, matrix in model.named_parameters():
+            matrix.data = matrix.data.to(lora) if "lora_" in path else matrix.data
+    patched = Patched({"transformer": model, "vae": vae}, trp.Exact(), case.expand_timesteps)
+    step, _ = unpatched_stages(patched, video)
+    latents = model.config.in_channels, *latent_size(vae.config, *video)
+    timesteps = (tokens_of("transformer", patched, video),) if case.expand_timesteps else ()
+    shapes = latents, timesteps, (512, model.config.text_dim)
+    inputs = [torch.empty(1, *shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
+    attention = mock.patch.object(F, "scaled_dot_product_attention", lambda query, **_: torch.empty_like(query))
+    with torch.no_grad(), attention, Peak(model) as counted:
+        model(*inputs)
+    assert 0.97 <= step.computing / counted.bytes <= 1.15
 
 
 def test_what_the_allocator_reserves_beyond_the_peak():
     """The run measured reserved memory, without expandable segments: gaps add up to a tenth."""
     settings, reserved = measured("wan2.1-14b-in-24-gb")
-    peak = denoising_peak(settings, trp.Quantized(restorable=False), vae=False)
+    peak = peak_of("denoising", settings, trp.Quantized(restorable=False), vae=False)
     assert peak <= reserved <= 1.1 * peak
 
 

@@ -53,9 +53,13 @@ def _add_generate(commands) -> None:
     parser.set_defaults(patched=None)
     add_distilled_options(parser)
     add_generation_options(parser)
-    vram = "fit the patched pipeline into this much of the GPU's memory, such as 8GB: what does not fit streams"
-    parser.add_argument("--vram", metavar="AMOUNT", help=vram)
+    _add_vram(parser, "the patched pipeline")
     _add_text_encoder(parser, "store the text encoder's weights in 8 bits: half the memory, slightly other embeddings")
+
+
+def _add_vram(parser: argparse.ArgumentParser, what: str) -> None:
+    text = f"fit {what} into this much of the GPU's memory, such as 8GB: what does not fit streams"
+    parser.add_argument("--vram", metavar="AMOUNT", help=text)
 
 
 def _add_text_encoder(parser: argparse.ArgumentParser, text: str) -> None:
@@ -80,7 +84,7 @@ def _add_compare(commands) -> None:
     )
     add_distilled_options(parser)
     add_generation_options(parser)
-    parser.add_argument("--vram", help=argparse.SUPPRESS)  # refused with the reason
+    _add_vram(parser, "all variants, without torch.compile,")
 
 
 def _add_verify(commands) -> None:

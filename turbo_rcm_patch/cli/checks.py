@@ -62,11 +62,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _check_vram(arguments: argparse.Namespace) -> None:
-    if arguments.command in ("compare", "verify", "evaluate"):
-        command, more = arguments.command, "" if arguments.command == "compare" else " and in fp32"
+    if arguments.command in ("verify", "evaluate"):
         raise CommandError(
-            f"--vram plans the memory of the patched pipeline, and {command} runs it unpatched{more} too, which takes "
-            "more; leave --vram out."
+            f"--vram plans no memory for fp32, in which {arguments.command} runs the model too; leave --vram out."
         )
     try:
         parse_amount(arguments.vram)
@@ -76,7 +74,7 @@ def _check_vram(arguments: argparse.Namespace) -> None:
         return
     if arguments.offload:
         raise CommandError("--vram and --offload both say where the models are; leave one of them out.")
-    if arguments.no_patch:
+    if getattr(arguments, "no_patch", False):
         raise CommandError("--vram plans the memory of the patched pipeline; leave --vram or --no-patch out.")
     if arguments.device == "cpu":
         raise CommandError("--vram is the memory of a GPU; leave it out with --device cpu.")

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,8 @@ from ..checkpoints.files import COMPONENTS
 from ..config import PRESETS, Exact, PatchConfig, Sparse, without_originals
 from ..embedded import load_embedded_pipeline
 from ..kernels import tuned_tiers
-from ..memory import DoesNotFit, MemoryPlan, fit
+from ..memory import DoesNotFit, MemoryPlan, fit_with
+from ..memory.stages import Video, unpatched_stages
 from ..patching import patch
 from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
@@ -107,22 +109,35 @@ def _config_of(arguments: argparse.Namespace) -> PatchConfig:
     return config if arguments.vram is None else without_originals(config)
 
 
-def _fitted(arguments: argparse.Namespace, pipe: DiffusionPipeline, call: dict[str, object]) -> MemoryPlan:
-    size = {name: call[name] for name in ("height", "width", "num_frames")}
+def _fitted(
+    arguments: argparse.Namespace,
+    pipe: DiffusionPipeline,
+    call: dict[str, object],
+    config: PatchConfig | None = None,
+    beside: Callable | None = None,
+) -> MemoryPlan:
+    """Fit a pipeline into --vram. config: what it will be patched with. beside: as of `fit_with`."""
+    video = Video(call["height"], call["width"], call["num_frames"])
     try:
-        return fit(pipe, arguments.vram, **size, device=choose_device(arguments))
+        return fit_with(pipe, arguments.vram, video, config, choose_device(arguments), beside)
     except (DoesNotFit, ValueError) as error:
         raise CommandError(f"--vram {arguments.vram}: {error}") from error
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments)
+    config, with_compile = choose_config(arguments), False if arguments.no_compile else None
+    if arguments.vram is not None:
+        print(_fitted(arguments, pipe, call, config, unpatched_stages), end="\n\n")
+        if with_compile is None:
+            print("torch.compile is left out: under it weights do not stream reliably\n")
+            with_compile = False
     comparison = compare(
         pipe,
         call,
         seed=arguments.seed,
-        config=choose_config(arguments),
-        with_compile=False if arguments.no_compile else None,
+        config=config,
+        with_compile=with_compile,
         repeats=arguments.repeats,
         settings=settings_of(arguments, pipe, call),
     )

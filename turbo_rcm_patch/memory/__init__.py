@@ -10,6 +10,6 @@ empty_models.py    models without weights, from configs
 needs.py           what such a model takes in each tier
 """
 
-from .plan import DoesNotFit, MemoryPlan, fit
+from .plan import DoesNotFit, MemoryPlan, fit, fit_with
 
-__all__ = ["DoesNotFit", "MemoryPlan", "fit"]
+__all__ = ["DoesNotFit", "MemoryPlan", "fit", "fit_with"]

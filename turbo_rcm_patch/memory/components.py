@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from ..config import PatchConfig
+from ..config import Exact, PatchConfig
 from ..kernels import RANK_STEP
 from ..kernels.quantized import FP8
 from ..patching.families import family_of
@@ -52,6 +52,18 @@ class Component:
 def components_of(models: Mapping[str, nn.Module], config: PatchConfig) -> list[Component]:
     """Return the bytes of each of a pipeline's models."""
     return [component_of(name, model, config) for name, model in models.items()]
+
+
+def components_both_ways(models: Mapping[str, nn.Module], config: PatchConfig) -> list[Component]:
+    """Return the bytes of models that run unpatched and patched in turns: on the GPU those of the unpatched weights.
+
+    The host keeps these while the patched model runs in 8 bits.
+    """
+    patched = components_of(models, config)
+    return [
+        replace(one, originals=other.originals)
+        for one, other in zip(components_of(models, Exact()), patched, strict=True)
+    ]
 
 
 def component_of(name: str, model: nn.Module, config: PatchConfig) -> Component:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import psutil
@@ -17,7 +17,7 @@ from ..patching.families.vae.chunks import LIMIT, free_memory
 from ..patching.steps.plan import is_patched, state_of
 from ..tables import table
 from .choose import Placement, choose, smallest
-from .components import Component, components_of
+from .components import Component, components_both_ways, components_of
 from .pinned import SLAB
 from .stages import Patched, Stage, Video, stages_of
 from .streaming import stop_streaming, stream
@@ -38,13 +38,20 @@ class MemoryPlan:
         stages: the stages of a generation.
         placement: which models stream, and how the VAE decodes.
         budget: bytes of the GPU that the plan may use.
+        both_ways: True if the pipeline runs unpatched too.
     """
 
     def __init__(
-        self, components: Sequence[Component], stages: Sequence[Stage], placement: Placement, budget: int, video: Video
+        self,
+        components: Sequence[Component],
+        stages: Sequence[Stage],
+        placement: Placement,
+        budget: int,
+        video: Video,
+        both_ways: bool = False,
     ):
         self.components, self.stages, self.placement, self.budget = components, stages, placement, budget
-        self.video = video
+        self.video, self.both_ways = video, both_ways
         self._undo: list[tuple] = []
 
     @property
@@ -77,13 +84,18 @@ class MemoryPlan:
         lines.append(table(peaks))
         if any(component.name == "vae" for component in self.components):
             lines.append(f"the VAE works {_vae_mode(self.placement)}")
+        if not self.both_ways:
+            lines += self._hints()
+        return "\n".join(lines)
+
+    def _hints(self) -> Iterator[str]:
+        """Yield what would take less memory."""
         if originals := sum(component.originals for component in self.components):
-            lines.append(
+            yield (
                 f"the host keeps {in_gb(originals)} GB of original weights for restore(); restorable=False in the "
                 "configuration, such as trp.Quantized(restorable=False), frees them"
             )
-        lines += map(_hint_of_8_bits, filter(self._is_long_text_encoder, self.components))
-        return "\n".join(lines)
+        yield from map(_hint_of_8_bits, filter(self._is_long_text_encoder, self.components))
 
     def _is_long_text_encoder(self, component: Component) -> bool:
         """True for a text encoder that streams in 16 bits or more."""
@@ -141,9 +153,20 @@ def fit(
         DoesNotFit: no plan fits; the error names what is missing, and a setting that fits.
         ValueError, TypeError: the amount of memory, the size or the pipeline is not one that can be planned.
     """
-    device, video = _with_index(torch.device(device)), Video(height, width, num_frames)
-    models = _models_of(pipe)
-    patched = Patched(models, _config_of(models, config), bool(pipe.config.get("expand_timesteps")))
+    return fit_with(pipe, vram, Video(height, width, num_frames), config, device)
+
+
+def fit_with(
+    pipe: object,
+    vram: str | int | None,
+    video: Video,
+    config: PatchConfig | str | None,
+    device: torch.device | str,
+    beside: Callable[[Patched, Video], Iterator[Stage]] | None = None,
+) -> MemoryPlan:
+    """Do what `fit` does, for a command that also runs the stages that ``beside`` yields (`Patched`)."""
+    device, models = _with_index(torch.device(device)), _models_of(pipe)
+    patched = Patched(models, _config_of(models, config), bool(pipe.config.get("expand_timesteps")), beside)
     _check(models, video)
     budget = _free(models, device) if vram is None else budget_of(vram)
     _check_card(vram, device)
@@ -166,12 +189,16 @@ def _vae_mode(placement: Placement) -> str:
 
 def plan_for(patched: Patched, video: Video, budget: int) -> MemoryPlan:
     """Return the plan of a pipeline. budget: bytes that torch may allocate. Raises DoesNotFit."""
-    components = components_of(patched.models, patched.config)
-    stages = list(stages_of(patched, video))
+    components, stages = _components(patched), list(stages_of(patched, video))
     placement = choose(components, stages, budget)
     if placement is None:
         raise DoesNotFit(_why_not(patched, video, budget, components, stages))
-    return MemoryPlan(components, stages, placement, budget, video)
+    return MemoryPlan(components, stages, placement, budget, video, patched.beside is not None)
+
+
+def _components(patched: Patched) -> list[Component]:
+    found = components_of if patched.beside is None else components_both_ways
+    return found(patched.models, patched.config)
 
 
 def _models_of(pipe: object) -> dict[str, nn.Module]:
@@ -266,9 +293,11 @@ def _check_host(plan: MemoryPlan, models: Mapping[str, nn.Module]) -> None:
     # Weights that are in ordinary memory are pinned one by one, each in place of itself. Those that are read from a
     # mapped file take memory only then.
     needed = min(pinned, SLAB) + (max(0, pinned - _ordinary_memory()) if on_cpu else pinned)
+    if plan.both_ways:  # the originals of weights that the GPU holds, or the 8-bit copies of those that stream
+        needed += sum(component.originals for component in plan.components)
     if needed > free:
         raise DoesNotFit(
-            f"streaming takes {in_gb(needed)} GB more of the host's memory, and {in_gb(free)} GB are free; close other "
+            f"this takes {in_gb(needed)} GB more of the host's memory, and {in_gb(free)} GB are free; close other "
             "programs, or let diffusers offload to disk (enable_group_offload with offload_to_disk_path)."
         )
 
@@ -329,5 +358,4 @@ def _nearest(patched: Patched, video: Video) -> Iterator[tuple[str, tuple[Patche
 
 
 def _fits(patched: Patched, video: Video, budget: int) -> bool:
-    components = components_of(patched.models, patched.config)
-    return choose(components, list(stages_of(patched, video)), budget) is not None
+    return choose(_components(patched), list(stages_of(patched, video)), budget) is not None

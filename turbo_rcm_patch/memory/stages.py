@@ -1,6 +1,7 @@
 """The stages of a generation, and the bytes that each computes with beside the weights.
 
-The figures are those of the patched model. Attention itself and the kernels' workspaces add little.
+The figures are those of the patched model. Attention itself and the kernels' workspaces add little. Commands that run
+diffusers' own code too add `unpatched_stages`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..patching.families import family_of
-from ..patching.families.vae.chunks import decoding_bytes, encoding_bytes
+from ..patching.families.vae.chunks import decoding_bytes, encoding_bytes, unpatched_decoding_bytes
 from ..patching.families.vae.sizes import latent_size
 from ..patching.text_encoder import has_graphs
 from ..patching.weights.convert import quantized_linears
+from ..plain import is_lora_layer
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
 FP32_BYTES = 4
@@ -35,12 +37,15 @@ class Video(NamedTuple):
 class Patched(NamedTuple):
     """A pipeline's models by their names in it, and the configuration that they are or will be patched with.
 
-    The models may be on the meta device. own_timesteps: True if each token has its own timestep.
+    The models may be on the meta device. own_timesteps: True if each token has its own timestep. beside: yields the
+    stages that a command runs beside the patched pipeline's, on the weights as they are before the patch. None: there
+    are none.
     """
 
     models: Mapping[str, nn.Module]
     config: PatchConfig
     own_timesteps: bool = False
+    beside: Callable[[Patched, Video], Iterator[Stage]] | None = None
 
 
 class Stage(NamedTuple):
@@ -70,7 +75,8 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
     """
     encoder = patched.models.get("text_encoder")
     held = encoder_bytes(encoder, TEXT_TOKENS) if encoder is not None and has_graphs(encoder) else 0
-    for stage in _stages(patched, video):
+    beside = () if patched.beside is None else patched.beside(patched, video)
+    for stage in (*_stages(patched, video), *beside):
         in_tiles = None if stage.in_tiles is None else stage.in_tiles + held
         yield stage._replace(computing=stage.computing + held, in_tiles=in_tiles)
 
@@ -95,6 +101,17 @@ def _stages(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("decoding", ("vae",), *decoding, within=lambda free: decoding_bytes(vae, *video, free=free))
 
 
+def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
+    """Yield the stages that take other memory in diffusers' own code."""
+    vae = patched.models.get("vae")
+    for name, model in patched.models.items():
+        if family_of(model) is not None:
+            yield Stage("denoising, unpatched", (name,), _unpatched_denoising_bytes(name, patched, video))
+    if vae is not None:
+        decoding = [unpatched_decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
+        yield Stage("decoding, unpatched", ("vae",), *decoding)
+
+
 def reads_image(model: nn.Module) -> bool:
     """True for a transformer whose latents come with those of an image."""
     config = getattr(model, "config", None)
@@ -108,12 +125,33 @@ def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int
 
     name: the transformer's.
     """
-    transformer, vae = patched.models[name], patched.models.get("vae")
-    sizes = family_of(transformer).blocks[0].sizes
-    tokens = sizes.tokens(transformer.config, latent_size({} if vae is None else vae.config, *video))
+    transformer = patched.models[name]
+    sizes, tokens = family_of(transformer).blocks[0].sizes, tokens_of(name, patched, video)
     wide = family_of(transformer).compute_dtype(transformer).itemsize
     after_blocks = sizes.bytes_per_timestep(transformer.config, wide) if patched.own_timesteps else 0
     return tokens * sizes.bytes_per_token(transformer.config, wide, patched.config.tier), tokens * after_blocks
+
+
+def _unpatched_denoising_bytes(name: str, patched: Patched, video: Video) -> int:
+    """Return the bytes of the largest set of tensors that are alive together in a step of diffusers' own code."""
+    transformer = patched.models[name]
+    family = family_of(transformer)
+    wide, lora = family.compute_dtype(transformer).itemsize, _lora_itemsize(transformer)
+    of_token = family.blocks[0].sizes.unpatched_bytes_per_token(transformer.config, wide, lora, patched.own_timesteps)
+    return tokens_of(name, patched, video) * of_token
+
+
+def tokens_of(name: str, patched: Patched, video: Video) -> int:
+    """Return the tokens of a video in a transformer."""
+    transformer, vae = patched.models[name], patched.models.get("vae")
+    latent = latent_size({} if vae is None else vae.config, *video)
+    return family_of(transformer).blocks[0].sizes.tokens(transformer.config, latent)
+
+
+def _lora_itemsize(model: nn.Module) -> int:
+    """Return the bytes of a value in a model's LoRAs, or 0 without one."""
+    layers = filter(is_lora_layer, model.modules())
+    return max((first.weight.itemsize for layer in layers for first in layer.lora_A.values()), default=0)
 
 
 def encoder_bytes(encoder: nn.Module, tokens: int) -> int:

@@ -105,6 +105,8 @@ class Sizes(NamedTuple):
         are alive together.
     bytes_per_timestep: (config, bytes of a value in the model's dtype) -> those after the blocks, if each token has its
         own timestep.
+    unpatched_bytes_per_token: (config, bytes of a value in the model's dtype, bytes of a value in its LoRAs or 0, True
+        if each token has its own timestep) -> the largest set of tensors in a step of diffusers' own code.
     """
 
     needed: tuple[str, ...]
@@ -112,6 +114,7 @@ class Sizes(NamedTuple):
     ops: Callable[[Mapping[str, object], int], Iterator[tuple[str, tuple[int, ...]]]]
     bytes_per_token: Callable[[Mapping[str, object], int, Tier], int]
     bytes_per_timestep: Callable[[Mapping[str, object], int], int]
+    unpatched_bytes_per_token: Callable[[Mapping[str, object], int, int, bool], int]
 
 
 class RandomWeights(NamedTuple):

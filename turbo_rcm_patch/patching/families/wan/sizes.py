@@ -53,4 +53,25 @@ def bytes_per_timestep(config: Mapping[str, object], wide: int) -> int:
     return (8 * wide + 4 * FP32_BYTES) * config["num_attention_heads"] * config["attention_head_dim"]
 
 
-SIZES = Sizes(("num_attention_heads", "ffn_dim"), tokens, ops, bytes_per_token, bytes_per_timestep)
+def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:
+    """Return the bytes per token of the largest set of tensors that are alive together in diffusers' own block.
+
+    In the feed-forward these are the block's input, the residual, the attention's output, the normed tensor, and the
+    wide tensor before and after GELU. A LoRA makes three wide tensors, and casts its input. After the feed-forward
+    there are five tensors of the model's width, and three in fp32. The rotary embeddings are there in every block.
+
+    wide: bytes of a value in the model's dtype. lora: the same for the LoRAs, or 0 without one. own_timesteps: True if
+    each token has its own timestep. Its embedding, the six-fold projection and its modulation are then alive too.
+    """
+    C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"]
+    widest = max(wide, lora)
+    inside = 4 * wide * C + (3 * widest * ffn + (widest - wide) * C if lora else 2 * wide * ffn)
+    block = max(inside, (5 * wide + 3 * FP32_BYTES) * C)
+    if own_timesteps:
+        block = max(block + (7 * wide + 6 * FP32_BYTES) * C, (8 * wide + 12 * FP32_BYTES) * C)
+    return block + 2 * FP32_BYTES * config["attention_head_dim"]
+
+
+SIZES = Sizes(
+    ("num_attention_heads", "ffn_dim"), tokens, ops, bytes_per_token, bytes_per_timestep, unpatched_bytes_per_token
+)
