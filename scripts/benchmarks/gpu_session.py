@@ -83,7 +83,7 @@ MEASUREMENTS = {
     "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", "--repeats", "3", *QUANTIZED),
     "wan2.1-14b-in-24-gb": ("scripts/benchmarks/memory_cap.py",),
     "small-cards-wan2.1-1.3b": (*CARDS, "wan2.1-1.3b", "--vram", "6GB", "--presets", "exact", "quantized", "sparse"),
-    "small-cards-wan2.2-5b": (*CARDS, "wan2.2-5b", "--vram", "8GB", *LARGE_5B),
+    "small-cards-wan2.2-5b": (*CARDS, "wan2.2-5b", "--vram", "8GB", *LARGE_5B, "--text-encoder", "8bit"),
     "small-cards-wan2.1-14b": (*CARDS, "wan2.1-14b", "--vram", "8GB", "--presets", "exact", "quantized", "sparse"),
     "small-cards-wan2.1-14b-720p": (
         *CARDS,

@@ -98,6 +98,11 @@ def all_rows(pipe: DiffusionPipeline, options: argparse.Namespace, size: dict, d
         patch = trp.patch(pipe, without_originals(PRESETS[preset]) if last else preset)
         for card in (None, *options.vram):
             yield {"variant": preset, "card": card, **row_of(pipe, card, size, options.repeats, device)}
+        if last and options.text_encoder == "8bit":
+            trp.patch_text_encoder(pipe, in_8_bits=True, restorable=False)
+            name = f"{preset}, text encoder in 8 bits"
+            for card in (None, *options.vram):
+                yield {"variant": name, "card": card, **row_of(pipe, card, size, options.repeats, device)}
         if not last:
             patch.restore()
 
@@ -186,6 +191,7 @@ def measure(pipe: DiffusionPipeline, size: dict[str, int], repeats: int) -> dict
     try:
         for run in range(1 + repeats):
             empty_cache()
+            retries = torch.cuda.memory_stats()["num_alloc_retries"]
             recorder = Recorder(1 if run == 0 else STEPS)
             start = time.perf_counter()
             with recorder.watching(pipe):
@@ -203,6 +209,8 @@ def measure(pipe: DiffusionPipeline, size: dict[str, int], repeats: int) -> dict
         "step_seconds": statistics.median(steps),
         "allocated": recorder.peaks,
         "reserved": torch.cuda.max_memory_reserved(),
+        # How often the allocator had to free memory first, for which the host waits for the GPU.
+        "retries": torch.cuda.memory_stats()["num_alloc_retries"] - retries,
     }
 
 
@@ -334,6 +342,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         default=["quantized"],
         help="tiers, sparse last",
     )
+    parser.add_argument("--text-encoder", choices=("8bit",), help="run the last tier with it in 8 bits too")
     parser.add_argument("--rivals", action="store_true", help="run diffusers' own offloading too")
     parser.add_argument("--vram", nargs="+", default=["8 GB"], help="cards, such as 8GB")
     parser.add_argument("--height", type=int, default=480)

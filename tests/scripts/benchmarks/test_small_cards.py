@@ -10,6 +10,7 @@ import turbo_rcm_patch as trp
 from scripts.benchmarks import memory_cap, small_cards
 from turbo_rcm_patch.memory.components import component_of
 
+TIERS = ("exact", "quantized", "sparse", "sparse, text encoder in 8 bits")
 TINY_TEXT = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_layers": 2, "vocab_size": 100}
 
 
@@ -73,12 +74,12 @@ def test_a_card_that_is_too_small_is_told_in_the_table():
 def test_on_a_gpu(tmp_path):
     path = tmp_path / "cards.json"
     sizes = ["--height", "64", "--width", "96", "--frames", "5", "--repeats", "1"]
-    tiers = ["--presets", "exact", "quantized", "sparse", "--rivals"]
+    tiers = ["--presets", "exact", "quantized", "sparse", "--rivals", "--text-encoder", "8bit"]
     assert small_cards.main(["--config", "tiny", "--vram", "1GB", *sizes, *tiers, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["cards"]
     assert [(row["variant"], row["card"]) for row in rows] == [
         *((name, "1GB") for name in small_cards.OFFLOADING),
-        *((tier, card) for tier in ("exact", "quantized", "sparse") for card in (None, "1GB")),
+        *((tier, card) for tier in TIERS for card in (None, "1GB")),
     ]
     for row in rows:
         assert row["seconds"] > 0
