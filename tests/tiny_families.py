@@ -5,6 +5,7 @@ from diffusers import (
     AnyFlowFARTransformer3DModel,
     AnyFlowTransformer3DModel,
     ChronoEditTransformer3DModel,
+    LTX2VideoTransformer3DModel,
     SkyReelsV2Transformer3DModel,
     WanAnimateTransformer3DModel,
     WanVACETransformer3DModel,
@@ -42,6 +43,24 @@ FACE = {
     "face_encoder_num_heads": 2,
     "inject_face_latents_blocks": 1,
 }
+AUDIO_TOKENS, AUDIO_HEAD_DIM, LTX2_CHANNELS = 5, 32, 32
+LTX2 = {
+    **{f"{stream}{end}_channels": LTX2_CHANNELS for stream in ("", "audio_") for end in ("in", "out")},
+    "num_attention_heads": HEADS,
+    "attention_head_dim": HEAD_DIM,
+    "cross_attention_dim": HEADS * HEAD_DIM,
+    "audio_num_attention_heads": HEADS,
+    "audio_attention_head_dim": AUDIO_HEAD_DIM,
+    "audio_cross_attention_dim": HEADS * AUDIO_HEAD_DIM,
+    "caption_channels": TEXT_DIM,
+}
+# LTX-2.3 modulates prompts and their attention, has gates of heads, and no projections of prompts.
+LTX2_3 = {
+    **{f"{stream}{option}": True for stream in ("", "audio_") for option in ("gated_attn", "cross_attn_mod")},
+    "perturbed_attn": True,
+    "use_prompt_embeddings": False,
+    "rope_type": "split",
+}
 
 
 def vace(layers=3, **options):
@@ -75,6 +94,10 @@ def anyflow_far(layers=3, **options):
     )
 
 
+def ltx2(layers=3, **options):
+    return LTX2VideoTransformer3DModel(**{**LTX2, "num_layers": layers, **options})
+
+
 # name: (what builds the model, its options)
 FAMILIES = {
     "vace": (vace, {}),
@@ -87,6 +110,9 @@ FAMILIES = {
     "anyflow, a timestep per frame": (anyflow, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
     "anyflow far": (anyflow_far, {}),
     "anyflow far, with a cache": (anyflow_far, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
+    "ltx2": (ltx2, {}),
+    "ltx2, a timestep per token": (ltx2, {"rope_type": "split"}),
+    "ltx2.3": (ltx2, LTX2_3),
 }
 # Those whose self-attention is called as a whole: it has a mask or a cache.
 WHOLE = ("skyreels, causal", "anyflow far", "anyflow far, with a cache")
@@ -100,7 +126,7 @@ def tiny_family_transformer(name, dtype=torch.float32, *, seed=3, **options):
     build, given = FAMILIES[name]
     model = seeded(seed, lambda: _with_random_vectors(build(**{**given, **options})))
     for path, parameter in model.named_parameters():
-        if not any(kept in path.split(".") for kept in model._keep_in_fp32_modules):
+        if not any(kept in path.split(".") for kept in model._keep_in_fp32_modules or ()):
             parameter.data = parameter.data.to(dtype)
     return model
 
@@ -110,6 +136,8 @@ def tiny_family_inputs(name, model, *, seed=7):
     if name == "wan":
         return tiny_transformer_inputs(model)
     generator = torch.Generator().manual_seed(seed)
+    if name.startswith("ltx2"):
+        return _ltx2_inputs(name, model, generator)
     frames = FRAMES + 1 if name == "skyreels, causal" else FRAMES  # two blocks of frames
     randn = lambda *shape: torch.randn(shape, generator=generator).to(model.dtype)  # noqa: E731
     inputs = {
@@ -149,6 +177,31 @@ def tiny_family_inputs(name, model, *, seed=7):
     return inputs
 
 
+def _ltx2_inputs(name, model, generator):
+    config, tokens = model.config, FRAMES * HEIGHT * WIDTH // 4
+    randn = lambda *shape: torch.randn(shape, generator=generator).to(model.dtype)  # noqa: E731
+    widths = (HEADS * HEAD_DIM, HEADS * AUDIO_HEAD_DIM)
+    text_dim, audio_text_dim = (TEXT_DIM, TEXT_DIM) if config.use_prompt_embeddings else widths
+    timestep = 900.0 - 100.0 * torch.arange(BATCH)
+    inputs = {
+        "hidden_states": randn(BATCH, tokens, LTX2_CHANNELS),
+        "audio_hidden_states": randn(BATCH, AUDIO_TOKENS, LTX2_CHANNELS),
+        "encoder_hidden_states": randn(BATCH, 7, text_dim),
+        "audio_encoder_hidden_states": randn(BATCH, 7, audio_text_dim),
+        "timestep": timestep,
+        "audio_timestep": timestep,
+        "sigma": timestep,
+        "num_frames": FRAMES,
+        "height": HEIGHT // 2,
+        "width": WIDTH // 2,
+        "audio_num_frames": AUDIO_TOKENS,
+        "return_dict": False,
+    }
+    if name == "ltx2, a timestep per token":  # from an image, which is the first frame
+        inputs["timestep"] = timestep[:, None] * (torch.arange(tokens) >= tokens // FRAMES)
+    return inputs
+
+
 def _cache(randn):
     """The keys and values of earlier frames, compressed and whole, in AnyFlow-FAR's cache of a block."""
     tokens = {"compressed_cache": (HEIGHT // 4) * (WIDTH // 4), "full_cache": (HEIGHT // 2) * (WIDTH // 2)}  # a frame's
@@ -160,6 +213,6 @@ def _with_random_vectors(model):
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
-        elif name.endswith("scale_shift_table"):
+        elif name.endswith("scale_shift_table"):  # also of LTX-2's prompts and of its attentions between streams
             torch.nn.init.normal_(parameter, std=0.5)
     return model

@@ -11,6 +11,7 @@ from turbo_rcm_patch.bench.report import keep_out_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import BlockSparse, Quantized, Sparse
 from turbo_rcm_patch.patching.families import family_of
+from turbo_rcm_patch.patching.families.ltx2.sub_layers import SUB_LAYERS as LTX2_SUB_LAYERS
 
 
 class OnlyATransformer(DiffusionPipeline):
@@ -52,10 +53,14 @@ def test_the_parts_of_every_family_are_checked(name):
     whole = name in WHOLE
     own = {"cross_attention", "feed_forward"} if whole else {*SUB_LAYERS, QK, PV}
     linears = {"attn1.to_q", "attn2.to_out.0", "ffn.net.2"}
+    if name.startswith("ltx2"):
+        own = {f"{stream} {group}" for _, stream, group in LTX2_SUB_LAYERS} | {QK, PV}
+        linears = {"attn1.to_q", "audio_to_video_attn.to_k", "audio_attn2.to_out.0", "ff.net.2"}
     for block in blocks:
         parts = {part.part: part.error for part in verification.parts if part.block == block}
         assert own | linears <= set(parts)
-        assert whole == ("self_attention" not in parts)
+        assert own & {"self_attention", "video self_attention"} <= set(parts)
+        assert whole == parts.keys().isdisjoint({"self_attention", "video self_attention"})
         assert all(1e-4 < error < 0.1 for error in parts.values())
 
 

@@ -11,7 +11,7 @@ from turbo_rcm_patch.tiers import EXACT
 
 # NAMES: a model of each family whose self-attention the steps compute. every_family adds AnyFlow-FAR, whose
 # self-attention is called as a whole.
-NAMES = ("wan", "vace", "skyreels", "animate", "chronoedit", "anyflow")
+NAMES = ("wan", "vace", "skyreels", "animate", "chronoedit", "anyflow", "ltx2")
 families = pytest.mark.parametrize("name", NAMES)
 every_family = pytest.mark.parametrize("name", [*NAMES, "anyflow far"])
 variants = pytest.mark.parametrize("name", ["wan", *FAMILIES])
@@ -24,9 +24,11 @@ def make_pair(name, **options):
 
 
 def output_of(name, model, device="cpu", **overrides):
+    """The model's result; for LTX-2 both streams' in one tensor."""
     inputs = {**tiny_family_inputs(name, model), **overrides}
     with torch.no_grad():
-        return model(**_on(device, inputs))[0]
+        outputs = model(**_on(device, inputs))
+    return torch.cat([stream.flatten(1) for stream in outputs], 1) if name.startswith("ltx2") else outputs[0]
 
 
 def _on(device, value):
@@ -49,8 +51,14 @@ def attributes_of(model):
 
 
 def row(patch, sub_layer, step):
-    """Return the summary's row of a step in the first list of blocks."""
-    return next(row for row in patch.rows() if (row.blocks, row.sub_layer, row.step) == ("blocks", sub_layer, step))
+    """Return the summary's row of a step in the first list of blocks. LTX-2's is that of the video."""
+    names = {("blocks", sub_layer, step), ("transformer_blocks", f"video {sub_layer}", step)}
+    return next(row for row in patch.rows() if (row.blocks, row.sub_layer, row.step) in names)
+
+
+def blocks_of(model):
+    """Return the first list of a model's blocks."""
+    return getattr(model, family_of(model).blocks[0].name)
 
 
 def attention_class(model):

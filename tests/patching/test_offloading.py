@@ -9,7 +9,7 @@ from diffusers import ModelMixin
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.pairs import assert_same_output, make_pair, output_of, row
+from tests.patching.pairs import assert_same_output, blocks_of, make_pair, output_of, row
 from tests.tiny_families import FAMILIES
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 
@@ -33,7 +33,7 @@ def test_every_family_and_kind_of_call(name, offload, reason):
     patched, plain, patch = make_pair(name)
     offload(patched)
     assert_same_output(name, patched, plain)
-    assert row(patch, *OUT).reasons == {reason: len(patched.blocks)}
+    assert row(patch, *OUT).reasons == {reason: len(blocks_of(patched))}
     patch.restore()
     assert torch.equal(output_of(name, patched), output_of(name, plain))
 

@@ -13,7 +13,7 @@ from diffusers import FirstBlockCacheConfig
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.pairs import attributes_of, every_family, output_of, variants
+from tests.patching.pairs import attributes_of, blocks_of, every_family, output_of, variants
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.config import PRESETS
@@ -166,12 +166,13 @@ def test_restoring_under_a_later_hook_keeps_the_hook(name):
 def test_restoring_over_a_replaced_forward_is_an_error(name):
     model = tiny_family_transformer(name)
     patch = trp.patch(model)
-    inner = model.blocks[0].forward
-    model.blocks[0].forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    block = blocks_of(model)[0]
+    inner = block.forward
+    block.forward = lambda *args, **kwargs: inner(*args, **kwargs)
     with pytest.raises(trp.PatchError, match=r"1 modules \(\w+TransformerBlock\)"):
         patch.restore()
     assert patch.active
-    model.blocks[0].forward = inner
+    block.forward = inner
     patch.restore()
 
 

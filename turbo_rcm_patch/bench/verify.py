@@ -304,7 +304,7 @@ def _check_parts(
             limits.allowed_choice(torch.finfo(dtype).eps / 2)
             if part == CHOICE
             else limits.part
-            if part in SUB_LAYERS
+            if part.rpartition(" ")[2] in SUB_LAYERS  # perhaps after the name of a stream
             else None
         )
         yield PartCheck(name, step, part, error, allowed or None)

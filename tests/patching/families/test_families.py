@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
-from tests.patching.pairs import assert_same_output, make_pair, output_of
+from tests.patching.pairs import assert_same_output, blocks_of, make_pair, output_of
 from tests.tiny_families import FAMILIES, HEAD_DIM, tiny_family_inputs, tiny_family_transformer
 from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
 from turbo_rcm_patch.patching.families import family_of
@@ -49,8 +49,9 @@ def test_low_precision_models_are_no_further_from_the_oracle(name, dtype, on):
         assert_no_worse(output_of(name, model, on), unpatched, reference)
 
 
+# diffusers' LTX-2 with projections of prompts takes one for each sample.
 @pytest.mark.parametrize("on", DEVICES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("ltx2") or name == "ltx2.3"])
 def test_one_prompt_serves_several_latents(name, on):
     model = tiny_family_transformer(name).to(on)
     prompts = {key: v[:1] for key, v in tiny_family_inputs(name, model).items() if key.startswith("encoder_hidden")}
@@ -76,9 +77,9 @@ def test_lora_hooks_and_a_copy(name):
     base = output_of(name, plain)
     for model in (patched, plain):
         torch.manual_seed(5)
-        targets = ["to_q", "to_out.0", "ffn.net.2"]
+        targets = ["to_q", "to_out.0", "ffn.net.2", "ff.net.2"]
         model.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=targets))
-        model.blocks[0].norm1.register_forward_hook(lambda module, args, output: -output)
+        blocks_of(model)[0].norm1.register_forward_hook(lambda module, args, output: -output)
     assert relative_error(output_of(name, plain), base) > 0.01
     assert_same_output(name, patched, plain)
     assert "+ LoRA" in patch.summary()

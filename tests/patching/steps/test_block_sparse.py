@@ -18,6 +18,7 @@ from tests.tiny_families import FAMILIES, WHOLE, tiny_family_inputs, tiny_family
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.families.wan.block import WanCall, decide, wan_block
 from turbo_rcm_patch.patching.steps.plan import Call, Stream, active_backend, state_of
 from turbo_rcm_patch.tiers import QUANTIZED
@@ -68,7 +69,7 @@ def test_in_every_family(name, calls):
     inputs = tiny_family_inputs(name, model)
     before, exact = run(model, inputs), outputs(model, "exact", inputs)
     assert relative_error(outputs(model, config(mass=1.0), inputs), exact) <= 1e-6
-    blocks = [*model.blocks, *getattr(model, "vace_blocks", ())]
+    blocks = list(family_of(model).every_block(model))
     masked = name in WHOLE
     assert calls == [] if masked else [("block_sparse_attention", 1.0, BLOCKS)] * len(blocks)
     sparse = outputs(model, config(mass=0.2), inputs)

@@ -12,6 +12,7 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.kernels.choice.registry import Op
 from turbo_rcm_patch.patching import changes
+from turbo_rcm_patch.patching.families import ltx2
 from turbo_rcm_patch.patching.families.wan import forward
 from turbo_rcm_patch.patching.families.wan.sub_layers import BlockPlan
 
@@ -26,8 +27,9 @@ def events(monkeypatch):
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: events.append(event) or original(*args, **kwargs))
 
     traced(changes.Snapshot, "holds", "look")
-    traced(forward, "decide", "decide")
-    traced(BlockPlan, "run", "run")
+    for of_family, plan in ((forward, BlockPlan), (ltx2.forward, ltx2.sub_layers.BlockPlan)):
+        traced(of_family, "decide", "decide")
+        traced(plan, "run", "run")
     return events
 
 

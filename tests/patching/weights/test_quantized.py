@@ -80,7 +80,10 @@ def test_every_family_is_within_the_limit_of_a_step(name, dtype):
         allowed = LIMITS.allowed(relative_error(unpatched, expected), dtype, "step")
         assert 1e-3 < relative_error(output_of(name, model), expected) <= allowed
         in_8_bits = name != "skyreels, causal" and "far" not in name  # their self-attention runs as a whole module
-        assert bool(rows_of(patch, "QK-norm + RoPE + 8 bits")) == in_8_bits
+        step, sub_layer = "QK-norm + RoPE + 8 bits", "self_attention"
+        if name.startswith("ltx2"):
+            step, sub_layer = "QKV to 8 bits", "video self_attention"
+        assert bool(rows_of(patch, step, sub_layer)) == in_8_bits
 
 
 @pytest.mark.parametrize("variant", ["t2v", "i2v"])

@@ -19,15 +19,8 @@ Models whose blocks copy Wan's take 3 and 4 from ``wan/``. `wan_block` or a `Wan
 called and where the RoPE angles are. `wan_blocks` says the rest. chronoedit.py is the shortest example. anyflow.py has
 other processors, RoPE tables and timesteps.
 
-LTX-2 would be a family with its own blocks. Its call has a video and an audio `Stream`, and the prompts' sizes. Its
-plan has six attentions and two feed-forwards, whose ``rows()`` name the stream. Its forward returns a pair.
-``first_layer`` is "proj_in", and ``self_attention`` is "attn1". ``linears`` has:
-
-    "self_attention"     attn1 and audio_attn1
-    "cross_attention"    both prompt attentions, and both attentions between the streams
-    "feed_forward"       ff and audio_ff
-
-Its RMSNorm without a weight and its split RoPE are new steps and kernels, which belong to ``steps/`` and ``kernels/``.
+LTX-2 has blocks of its own, in ltx2/: a video and an audio `Stream`, six attentions and two feed-forwards, whose
+``rows()`` name the stream, and a forward that returns a pair.
 """
 
 from __future__ import annotations

@@ -281,6 +281,23 @@ def _quantize_qkv(attn, launch, v_format, q, k, v, tables):
     return kernels.QuantizedQKV(*launch(q, k, v, *weights, *tables, attn.heads, eps, scale, v_format), q.dtype)
 
 
+def quantize_heads(attn: nn.Module, call: Call) -> Step:
+    """Return the quantisation of q, k and v after QK-norm and RoPE, which ran in a pass of their own.
+
+    Step: (q, k [B, S, H, D], v [B, S, C]) -> QuantizedQKV.
+    """
+    fields = _attention_fields(attn, call)
+    pick = call.pick(kernels.QUANTIZE_QKV, kernels.Attention8BitSpec, **fields)
+    return Step(partial(_quantize_heads, attn, pick.launch, fields["v_format"]), pick.label, pick.reason)
+
+
+def _quantize_heads(attn, launch, v_format, q, k, v):
+    scale = q.shape[3] ** -0.5 * LOG2_E
+    norms_and_tables = (None,) * 4
+    quantized = launch(q.flatten(2), k.flatten(2), v, *norms_and_tables, attn.heads, 0.0, scale, v_format)
+    return kernels.QuantizedQKV(*quantized, q.dtype)
+
+
 def attention(attn: nn.Module, call: Call, result: torch.dtype | None) -> Step:
     """Return attention: QuantizedQKV -> [B, S, H, D] in the call's dtype, or a Quantized [B, S, C] in e4m3."""
     dtype, fields = FP8 if result == FP8 else call.dtype, _attention_fields(attn, call)

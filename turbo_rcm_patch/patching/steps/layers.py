@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
-from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import nn
 
 from ...kernels import Quantized, Runs, reference
@@ -35,27 +35,35 @@ from .residual import Storage
 
 ALONE, FEW_TOKENS = "nothing to fuse", "a prompt's few tokens"  # reasons for PyTorch's linear in a projection
 
-Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
+Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2] or [B|1, S, H|1, D/2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# LayerNorm
+# LayerNorm and RMSNorm of the hidden states
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def layer_norm(norm: nn.Module, stored: Storage, call: Call, quantized: torch.dtype | None = None) -> Step:
-    """Return LayerNorm of a stored x [B, S, C], modulated by scale and shift [B, 1|S, C] if they are given.
+def layer_norm(
+    norm: nn.Module,
+    stored: Storage,
+    call: Call,
+    quantized: torch.dtype | None = None,
+    norm_class: type[nn.Module] = FP32LayerNorm,
+) -> Step:
+    """Return the norm of a stored x [B, S, C], modulated by scale and shift [B, 1|S, C] if they are given.
 
     Step: (x, scale=None, shift=None) -> [B, S, C] in the call's dtype, or quantized to an 8-bit format.
+    norm_class: the norm's class in diffusers' block, FP32LayerNorm or RMSNorm.
     """
     if type(norm) is nn.Identity:
         return Step(partial(_identity, norm, stored, call.dtype), NOTHING)
-    reason = why_not_brought_norm(norm, FP32LayerNorm, call.device)
+    reason = why_not_brought_norm(norm, norm_class, call.device)
     if reason is not None:
         return layer_norm_by_module(norm, stored, call, reason)
     op = LAYER_NORM_MODULATE if quantized is None else LAYER_NORM_MODULATE_QUANTIZED
     pick = call.pick(op, result=quantized)
-    run = partial(_layer_norm, pick.launch, norm, norm.eps / stored.scale**2, quantized or call.dtype)
+    options = norm.eps / stored.scale**2, quantized or call.dtype, norm_class is not RMSNorm
+    run = partial(_layer_norm, pick.launch, norm, *options)
     if quantized is not None:
         run = partial(_as_quantized, run)
     run = between_hooks(run, (norm,), call.device)
@@ -77,12 +85,12 @@ def _identity(norm, stored, dtype, x, scale=None, shift=None):
     return norm(stored.as_meant(x, dtype))
 
 
-def _layer_norm(launch, norm, eps, result, x, scale=None, shift=None):
+def _layer_norm(launch, norm, eps, result, centred, x, scale=None, shift=None):
     starts = None
     if scale is not None:
         scale, _ = values_and_starts(scale)
         shift, starts = values_and_starts(shift)
-    return launch(x, norm.weight, norm.bias, scale, shift, eps, result, starts)
+    return launch(x, norm.weight, norm.bias, scale, shift, eps, result, starts, centred)
 
 
 def _as_quantized(run, *inputs):
@@ -182,17 +190,18 @@ def _of_each_module(modules, context):
     return [module(context) for module in modules]
 
 
-def head_norm(norm: nn.Module, norm_class: type[nn.Module], heads: int, call: Call) -> Step:
+def head_norm(norm: nn.Module, norm_class: type[nn.Module], heads: int, call: Call, *, halves: bool = False) -> Step:
     """Return RMSNorm over all heads, then the split into heads, and RoPE if tables are given.
 
-    Step: (x [B, S, C], tables=None) -> [B, S, H, D]. norm_class: the norm's class in diffusers' block.
+    Step: (x [B, S, C], tables=None) -> [B, S, H, D]. norm_class: the norm's class in diffusers' block. halves: True if
+    RoPE rotates a head's first half with its second, False if it rotates neighbours.
     """
     reason = why_not_head_norm(norm, norm_class, call.device)
     if reason is not None:
-        return Step(partial(_head_norm_by_module, norm, heads), MODULE, reason)
+        return Step(partial(_head_norm_by_module, norm, heads, halves), MODULE, reason)
     pick = call.pick(RMS_NORM_ROPE)
     eps = torch.finfo(call.dtype).eps if norm.eps is None else norm.eps
-    run = between_hooks(partial(_head_norm, pick.launch, norm, heads, eps), (norm,), call.device)
+    run = between_hooks(partial(_head_norm, pick.launch, norm, heads, eps, halves), (norm,), call.device)
     return Step(run, pick.label, pick.reason, pick=pick)
 
 
@@ -204,14 +213,14 @@ def why_not_head_norm(norm: nn.Module, norm_class: type[nn.Module], device: torc
     return "RMSNorm with a bias" if reason is None and getattr(norm, "bias", None) is not None else reason
 
 
-def _head_norm(launch, norm, heads, eps, x, tables: Tables | None = None):
+def _head_norm(launch, norm, heads, eps, halves, x, tables: Tables | None = None):
     cos, sin = tables or (None, None)
-    return launch(x, norm.weight, cos, sin, heads, eps)
+    return launch(x, norm.weight, cos, sin, heads, eps, halves)
 
 
-def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
+def _head_norm_by_module(norm, heads, halves, x, tables: Tables | None = None):
     y = norm(x).type_as(x).unflatten(-1, (heads, -1))  # diffusers' norm gives its weight's dtype
-    return y if tables is None else reference.rotate(y, *tables)
+    return y if tables is None else reference.rotate(y, *tables, halves)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

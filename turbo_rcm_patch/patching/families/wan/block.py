@@ -151,7 +151,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
     out = projection_with_skip(list(attn.to_out), stored, result, stream, call, gated=True)
     reason = "sparse" if is_sparse(attn) else why_not_quantized_attention(attn, kind.norm_class, call)
     if reason is None:
-        attended = _quantized_attention(attn, stream, call, out.takes)
+        attended = quantized_attention(attn, stream, call, out.takes)
         return QuantizedSelfAttention(
             kind.half_tables,
             norm,
@@ -160,7 +160,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
             attended,
             out.fed_by(attended),
         )
-    attended = sparse_attention(attn, stream, call) if is_sparse(attn) else _wide_attention(attn, stream, call, reason)
+    attended = sparse_attention(attn, stream, call) if is_sparse(attn) else wide_attention(attn, stream, call, reason)
     return SelfAttention(
         kind.half_tables,
         attn.heads,
@@ -173,7 +173,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
     )
 
 
-def _quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype | None) -> Step:
+def quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype | None) -> Step:
     """Return a self-attention in 8 bits. If block-sparse attention is dense here, it has the reason."""
     reason = block_sparse.why_dense(attn, stream, call, quantized=True)
     if reason is None:
@@ -182,7 +182,7 @@ def _quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype |
     return attended._replace(reason=reason) if isinstance(call.config, BlockSparse) else attended
 
 
-def _wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> Step:
+def wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> Step:
     """Return a self-attention in the model's dtype, with the reason if the tier would run another one."""
     if isinstance(call.config, BlockSparse):
         reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)

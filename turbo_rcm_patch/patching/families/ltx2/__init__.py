@@ -1,0 +1,79 @@
+"""The LTX-2 family: video with sound. Two streams go through every block, and attend to each other.
+
+call.py: kinds of calls. block.py, attentions.py: how the steps of a block are decided. sub_layers.py: its plan and how
+that runs. forward.py: the forwards of blocks.
+modulation.py: what the timestep changes. rope.py: RoPE tables of both layouts. masks.py: masks of prompts.
+measured.py: what `verify` measures. sizes.py: sizes of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2Attention,
+    LTX2VideoTransformer3DModel,
+    LTX2VideoTransformerBlock,
+)
+from torch import nn
+
+from ....config import PatchConfig
+from ....plain import hook_in_place_of_forward
+from ...steps.plan import Shared
+from ..family import Binding, Blocks, Family, Measured, Targets
+from .block import decide
+from .call import LTX2Block, usual_call
+from .forward import block_forward, block_inputs, time_embed_forward
+from .masks import MASKS, SeenMasks, transformer_forward
+from .measured import MODULES, self_attention_qkv, sub_layer_terms
+from .sizes import SIZES
+
+ATTENTIONS = {
+    "self_attention": ("attn1", "audio_attn1"),
+    "cross_attention": ("attn2", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"),
+}
+LINEARS = {
+    group: tuple(f"{attn}.{name}" for attn in attentions for name in ("to_q", "to_k", "to_v", "to_out.0"))
+    for group, attentions in ATTENTIONS.items()
+}
+LINEARS["feed_forward"] = tuple(f"{ff}.{name}" for ff in ("ff", "audio_ff") for name in ("net.0.proj", "net.2"))
+
+
+def _more(transformer: LTX2VideoTransformer3DModel, config: PatchConfig) -> Targets:
+    time_embed = ("time_embed", transformer.time_embed, time_embed_forward)
+    # Under a hook, such as model offloading, that holds the old forward, masks that hide nothing are not left out.
+    if hook_in_place_of_forward(transformer):
+        return [time_embed]
+    return [("", transformer, transformer_forward), time_embed]
+
+
+def _attributes(transformer: LTX2VideoTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
+    return [(transformer, MASKS, SeenMasks())]
+
+
+LTX2 = Family(
+    LTX2VideoTransformer3DModel,
+    "LTX-2 and 2.3",
+    (
+        Blocks(
+            name="transformer_blocks",
+            block_class=LTX2VideoTransformerBlock,
+            forward=block_forward,
+            kind=LTX2Block(),
+            parts={path: nn.Module if path.endswith("ff") else LTX2Attention for path in MODULES.values()},
+            decide=decide,
+            usual_call=usual_call,
+            linears=LINEARS,
+            self_attention="attn1",
+            measured=Measured(block_inputs, sub_layer_terms, self_attention_qkv),
+            sizes=SIZES,
+        ),
+    ),
+    "proj_in",
+    more=_more,
+    attributes=_attributes,
+    notes=lambda transformer: [
+        "not fused: time and prompt embeddings, RoPE tables, the output norms; no CUDA graphs",
+        "a pipeline's connectors, VAE of the sound and vocoder are as without the patch",
+    ],
+)
