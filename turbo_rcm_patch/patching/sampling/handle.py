@@ -135,7 +135,7 @@ class FewStepHandle:
         vars(pipe).update(ours)
         self._active = True
 
-    def restore(self):
+    def restore(self) -> None:
         """Put the original scheduler object and prepare_latents back.
 
         Copies of the pipeline must not be called any more. Raises RuntimeError when called twice, and when either was
