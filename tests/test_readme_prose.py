@@ -129,7 +129,7 @@ def test_the_walk_names_the_steps_of_every_tier(tier):
             block.attn1.proj_l = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     trp.patch(model, type(trp.PRESETS[tier])(implementation="triton", **options))
     (blocks,) = family_of(model).blocks
-    sub_layer = current_plan(model, blocks, model.blocks[0]).self_attention
+    sub_layer = current_plan(model, blocks, model.blocks[0], model.device).self_attention
     ran = dict.fromkeys(_function_of(step.run) for _, steps in sub_layer.rows() for step in steps)
     named_layer, named = _steps_of_the_walk(tier)
     if tier == "sparse":  # the walk says how it differs from the exact tier

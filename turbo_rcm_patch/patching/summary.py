@@ -107,9 +107,10 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
         rows = list(plan_rows(transformer, blocks))
         tables.append((_title(name, transformer, title, family.compute_dtype(transformer)), rows))
     patched = [block for _, block in family.blocks[0].of(transformer) if is_patched(block)]
-    stored = dict.fromkeys(str(current_plan(transformer, family.blocks[0], block).residual) for block in patched)
+    shared, device = vars(transformer)[SHARED], device_of_calls(transformer)
+    plans = (current_plan(transformer, family.blocks[0], block, device) for block in patched)
+    stored = dict.fromkeys(str(plan.residual) for plan in plans)
     notes = [f"residual between a block's skips: {'; '.join(stored)}"] if stored else []
-    shared, device = vars(transformer)[SHARED], _device_of_calls(transformer)
     config = shared.config
     added = sum(not is_patched(block) for _, block in family.every_block(transformer))
     notes += [f"blocks that came after the patch and run as diffusers' own: {added}"] if added else []
@@ -199,9 +200,10 @@ def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
     """Yield a row for each step of a list of blocks, for the present state of the model. Skip steps that do nothing."""
     order: list[tuple[str, str]] = []
     found: dict[tuple[str, str], list[Step]] = {}
+    device = device_of_calls(transformer)
     for block in (block for _, block in blocks.of(transformer) if is_patched(block)):
         place = 0
-        for *key, parts in current_plan(transformer, blocks, block).rows():
+        for *key, parts in current_plan(transformer, blocks, block, device).rows():
             decisive = next((part for part in parts if part.reason is not None), parts[0])
             if decisive.kernel != NOTHING:
                 place = _placed(tuple(key), order, place)
@@ -224,12 +226,14 @@ def _row(blocks: str, sub_layer: str, name: str, steps: Sequence[Step]) -> Row:
     return Row(blocks, sub_layer, name, kernels_taken, len(steps), dict(reasons))
 
 
-def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module) -> BlockPlan:
+def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module, device: torch.device) -> BlockPlan:
     """Return what a block would do now with a call like its last one, outside of autograd and of `exact_steps`.
+
+    device: that of `device_of_calls`, which is slow to find: it walks through the whole model.
 
     For a block whose weights are sharded or offloaded until it runs, return the last plan that ran.
     """
-    state, device = state_of(block), _device_of_calls(transformer)
+    state = state_of(block)
     if state.plans.ran is not None and _is_away(block, device):
         return state.plans.ran
     latest = state.plans.latest
@@ -243,7 +247,7 @@ def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module) -> Bl
     return blocks.decide(state.kind, block, latest._replace(call=latest.call._replace(**now)))
 
 
-def _device_of_calls(transformer: nn.Module) -> torch.device:
+def device_of_calls(transformer: nn.Module) -> torch.device:
     """Return the device that a transformer runs on, with its index. Offloaded weights are elsewhere between calls."""
     return torch.empty(0, device=get_module_execution_device(transformer)).device
 

@@ -13,7 +13,6 @@ from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline
 from turbo_rcm_patch.checkpoints.lora import read_lora
 from turbo_rcm_patch.patching.lora import load as loaded_lora
 from turbo_rcm_patch.patching.lora.load import LoadedLora
-from turbo_rcm_patch.patching.weights import group_offload
 
 FREED = trp.Quantized(restorable=False)
 FORMATS = {
@@ -431,7 +430,7 @@ def test_offloaded_copies_get_the_values(monkeypatch):
         stream, offload_to_disk_path = "a stream", None
         cpu_param_dict = {norm: stored}  # noqa: RUF012
 
-    monkeypatch.setattr(group_offload, "_groups", lambda model: [Group])
+    monkeypatch.setattr(loaded_lora, "groups_of", lambda model: [Group])
     before = norm.detach().clone()
     loaded = load(pipe, lora_files.lightx2v(pipe.transformer))
     assert torch.equal(stored, norm)

@@ -106,7 +106,7 @@ class Pick(NamedTuple):
         return self.kernel.name if news is None else f"{self.kernel.name} ({news})"
 
     def _news(self) -> str | None:
-        return next((reason for _, reason in reversed(self.reasons) if not reason.startswith(EXPECTED)), None)
+        return next((reason for _, reason in self.reasons[::-1] if not reason.startswith(EXPECTED)), None)
 
 
 _trials: dict[Op, tuple[Kernel, list[Kernel]]] = {}  # the kernel that is being tried, and a list for its picks

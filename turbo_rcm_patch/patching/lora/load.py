@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.hooks.group_offloading import ModuleGroup
 from torch import nn
 
 from ...checkpoints.lora import Lora, Pair
 from ...checkpoints.names import ModelNames
 from ...wording import with_article
 from ..weights.convert import why_not_restorable
-from ..weights.group_offload import is_on_disk, write_through
+from ..weights.group_offload import are_on_disk, groups_of, write_through
 from ..weights.read_only import RULE, ReadOnlyWeight
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,9 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         )
     if not lora.pairs and not lora.products:
         return
-    names = ModelNames(transformer)
+    names, groups = ModelNames(transformer), groups_of(transformer)
     for path, product in lora.products.items():
-        _check_writable(transformer, names, path, product.kind)
+        _check_writable(groups, names, path, product.kind)
     if lora.pairs:
         check_peft()
     for path in lora.pairs:
@@ -81,13 +82,13 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         )
 
 
-def _check_writable(transformer: nn.Module, names: ModelNames, path: str, kind: str) -> None:
+def _check_writable(groups: list[ModuleGroup], names: ModelNames, path: str, kind: str) -> None:
     """Raise RuntimeError if a product cannot be added to a weight."""
     module, name = names.owner(path)
     parameter = getattr(module, name)
     if isinstance(parameter, ReadOnlyWeight) and not parameter.is_freed:
         raise RuntimeError(f"the {kind} changes {path}, but {RULE}")
-    reason = _why_not_added(transformer, parameter)
+    reason = _why_not_added(groups, parameter)
     if reason is not None:
         raise RuntimeError(
             f"the {kind} cannot be added to {path}: {reason}; load it first, then quantise, offload or cast the model."
@@ -101,11 +102,11 @@ class _Written(NamedTuple):
     name: str
     before: torch.Tensor
 
-    def put_back(self, transformer: nn.Module) -> None:
+    def put_back(self, groups: list[ModuleGroup]) -> None:
         parameter = getattr(self.module, self.name)
         with torch.no_grad():
             parameter.copy_(self.before)
-        write_through(transformer, parameter)
+        write_through(groups, parameter)
 
 
 class LoadedLora:
@@ -118,13 +119,13 @@ class LoadedLora:
         self._pipe, self._transformer, self.unused = pipe, transformer, dict(lora.unused)
         self._written: list[_Written] = []
         self._adapter: str | None = None
-        names = ModelNames(transformer)
+        names, groups = ModelNames(transformer), groups_of(transformer)
         try:
             for parameter, product in lora.products.items():
                 device = getattr(*names.owner(parameter)).device
-                self._add(names, parameter, product.dense(device), scale)
+                self._add(names, groups, parameter, product.dense(device), scale)
             for parameter, difference in lora.differences.items():
-                self._add(names, parameter, difference, scale)
+                self._add(names, groups, parameter, difference, scale)
             if lora.pairs:
                 self._load_pairs(pipe, lora.pairs, scale)
         except BaseException:
@@ -180,8 +181,9 @@ class LoadedLora:
                 "projections were fused after the LoRA was loaded and contain its differences; call "
                 "unfuse_qkv_projections() first, then restore."
             )
+        groups = groups_of(self._transformer)
         for written in self._written:
-            reason = _why_unreachable(self._transformer, getattr(written.module, written.name))
+            reason = _why_unreachable(groups, getattr(written.module, written.name))
             if reason is not None:
                 raise RuntimeError(f"a parameter cannot be put back: {reason}; undo that first, then restore.")
         written = {id(written.module) for written in self._written}
@@ -208,15 +210,18 @@ class LoadedLora:
                 )
             _remove_adapter(self._transformer, self._adapter)
             self._adapter = None
+        groups = groups_of(self._transformer)
         while self._written:
-            self._written.pop().put_back(self._transformer)
+            self._written.pop().put_back(groups)
 
-    def _add(self, names: ModelNames, path: str, difference: torch.Tensor, scale: float) -> None:
+    def _add(
+        self, names: ModelNames, groups: list[ModuleGroup], path: str, difference: torch.Tensor, scale: float
+    ) -> None:
         module, name = names.owner(path)
         parameter = getattr(module, name)
         if isinstance(parameter, ReadOnlyWeight) and not parameter.is_freed:
             raise RuntimeError(f"the LoRA has a difference of {path}, but {RULE}")
-        reason = _why_not_added(self._transformer, parameter)
+        reason = _why_not_added(groups, parameter)
         if reason is not None:
             self.unused[path] = reason
             return
@@ -224,7 +229,7 @@ class LoadedLora:
         precise = torch.promote_types(parameter.dtype, torch.float32)
         with torch.no_grad():
             parameter.copy_(parameter.to(precise) + scale * difference.to(parameter.device, precise))
-        write_through(self._transformer, parameter)
+        write_through(groups, parameter)
 
     def _load_pairs(self, pipe: DiffusionPipeline, pairs: dict[str, Pair], scale: float) -> None:
         check_peft()
@@ -253,15 +258,15 @@ def _state_dict_readable(model: nn.Module) -> Iterator[None]:
             del model.state_dict
 
 
-def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
+def _why_not_added(groups: list[ModuleGroup], parameter: torch.Tensor) -> str | None:
     """Return why no difference can be added to a parameter, or None."""
-    reason = _why_unreachable(transformer, parameter)
+    reason = _why_unreachable(groups, parameter)
     if reason is None and (not parameter.is_floating_point() or parameter.dtype.itemsize < 2):
         return f"the parameter is stored as {_name_of(parameter.dtype)}"
     return reason
 
 
-def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
+def _why_unreachable(groups: list[ModuleGroup], parameter: torch.Tensor) -> str | None:
     """Return why a parameter's values cannot be written, or None."""
     if isinstance(parameter, ReadOnlyWeight):
         return "the values of the parameter were freed" if parameter.is_freed else "its linear runs in 8 bits"
@@ -269,7 +274,7 @@ def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | N
         return f"the parameter is {with_article(type(parameter).__name__)}"
     if parameter.is_meta:
         return "offloading keeps the parameter elsewhere"
-    return "group offloading keeps the parameter on disk" if is_on_disk(transformer) else None
+    return "group offloading keeps the parameter on disk" if are_on_disk(groups) else None
 
 
 def _in_few_bits(parameter: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ to (``cpu_param_dict``). When it offloads to disk it lists the tensors of its fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from diffusers.hooks.group_offloading import ModuleGroup
@@ -17,25 +17,31 @@ ON_DISK = "group offloading keeps its weights on disk, in files that stay as the
 
 def is_on_disk(transformer: nn.Module) -> bool:
     """True if diffusers' group offloading keeps a transformer's weights in files, to which none can be added."""
-    return any(group.offload_to_disk_path is not None for group in _groups(transformer))
+    return are_on_disk(groups_of(transformer))
+
+
+def are_on_disk(groups: Iterable[ModuleGroup]) -> bool:
+    """True if any of the groups keeps its weights in files."""
+    return any(group.offload_to_disk_path is not None for group in groups)
 
 
 def update_groups(transformer: nn.Module) -> None:
     """Let the groups move the tensors that their modules have now."""
-    for group in _groups(transformer):
+    for group in groups_of(transformer):
         if group.stream is not None and group.offload_to_disk_path is None:
             copies = group.cpu_param_dict
             group.cpu_param_dict = {t: copies[t] if t in copies else _on_cpu(t, group) for t in _tensors(group)}
 
 
-def write_through(transformer: nn.Module, tensor: torch.Tensor) -> None:
-    """Let the copies of a tensor that was written to have its values too."""
-    for group in _groups(transformer):
+def write_through(groups: Iterable[ModuleGroup], tensor: torch.Tensor) -> None:
+    """Let the copies of a tensor that was written to have its values too. groups: those of its transformer."""
+    for group in groups:
         if group.stream is not None and tensor in (group.cpu_param_dict or {}):
             group.cpu_param_dict[tensor].copy_(tensor.data)
 
 
-def _groups(transformer: nn.Module) -> list[ModuleGroup]:
+def groups_of(transformer: nn.Module) -> list[ModuleGroup]:
+    """Return the groups of modules that diffusers offloads together. This walks through the whole model."""
     registries = (module.__dict__.get("_diffusers_hook") for module in transformer.modules())
     hooks = [registry.get_hook("group_offloading") for registry in registries if registry is not None]
     return list({id(hook.group): hook.group for hook in hooks if hook is not None}.values())

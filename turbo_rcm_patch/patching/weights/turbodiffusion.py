@@ -23,7 +23,7 @@ from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
 from ..steps.sparse_linear import add_projections, why_not_replaceable
 from .convert import capability_of, convertible_linears, from_file_note, has_format, is_quantized, put_in_8_bits
-from .group_offload import ON_DISK, is_on_disk, write_through
+from .group_offload import ON_DISK, groups_of, is_on_disk, write_through
 from .linear_8bit import error_of, from_values
 from .load import fill_buffers
 
@@ -248,12 +248,12 @@ class _Written:
             fill_buffers(self._model, next(self._model.parameters()).device)
 
     def _remembering(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters = parameters_of(self._model)
+        parameters, groups = parameters_of(self._model), groups_of(self._model)
         for name, tensor in weights:
             if not parameters[name].is_meta:
                 self._before.append((parameters[name], parameters[name].detach().to("cpu", copy=True)))
             yield name, tensor
-            write_through(self._model, parameters[name])  # the generator resumes after the caller wrote this tensor
+            write_through(groups, parameters[name])  # the generator resumes after the caller wrote this tensor
 
     def put_aside(self, parameter: nn.Parameter) -> None:
         """Keep a parameter that will be replaced on the CPU."""
@@ -267,10 +267,11 @@ class _Written:
             module._parameters.update(parameters)
         for parameter, device in reversed(self._aside):
             parameter.data = parameter.data.to(device)
+        groups = groups_of(self._model)
         with torch.no_grad():
             for parameter, before in self._before:
                 parameter.copy_(before)
-                write_through(self._model, parameter)
+                write_through(groups, parameter)
 
 
 def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:

@@ -234,7 +234,7 @@ def _feed_forward(block, stream: Stream, call: Call, stored: Storage, result: St
     reason = asked or why_not_plain(ffn, FeedForward)
     if reason is not None:
         return _whole(block.norm3, "norm + modulation", ffn, stored, result, call, reason, names, asked)
-    down = projection_with_skip(list(ffn.net[2:]), stored, result, stream, call, gated=True)
+    down = projection_with_skip(list(ffn.net)[2:], stored, result, stream, call, gated=True)
     up = projection_with_gelu(ffn, stream.tokens, call, down.takes)
     norm = layer_norm(block.norm3, stored, call, up.takes)
     return FeedForwardWithSkip(norm, up.fed_by(norm), down.fed_by(up))
