@@ -21,6 +21,7 @@ INTERPRETED_GPU = (9, 0), 4
 WRONG_IN_BF16 = "bfloat16 in Triton's interpreter, which computes it wrongly"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+NAMESPACE = "turbo_rcm_patch"  # of the custom ops; scripts/tools/export_kernels.py writes another
 _meta_gpu = contextvars.ContextVar("turbo_rcm_patch_meta_gpu", default=None)
 
 
@@ -181,7 +182,7 @@ class KernelOp(KernelLaunch):
     """An op with one kernel: its launcher as the custom op ``turbo_rcm_patch::name``."""
 
     def __init__(self, name: str, launcher: Callable):
-        super().__init__(launcher, torch.library.custom_op(f"turbo_rcm_patch::{name}", launcher, mutates_args=()))
+        super().__init__(launcher, torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=()))
         self.register_fake, self.register_autograd = self.op.register_fake, self.op.register_autograd
 
 
@@ -193,7 +194,7 @@ class KernelsOp:
 
     def __init__(self, name: str, fake: Callable):
         schema = torch.library.infer_schema(fake, mutates_args=()).replace("(", "(str kernel, ", 1)
-        self.op = torch.library.custom_op(f"turbo_rcm_patch::{name}", self._run, mutates_args=(), schema=schema)
+        self.op = torch.library.custom_op(f"{NAMESPACE}::{name}", self._run, mutates_args=(), schema=schema)
         self.op.register_fake(lambda kernel, *arguments: fake(*arguments))
         self.register_autograd = self.op.register_autograd
         self._launchers: dict[str, Callable] = {}
