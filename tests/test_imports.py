@@ -11,7 +11,19 @@ import turbo_rcm_patch
 PACKAGE = Path(turbo_rcm_patch.__file__).parent
 # A module may import from its own layer and those before it.
 LAYERS = [
-    *("wording", "tables", "tiers", "keep_list", "config", "shapes", "coefficients", "plain", "kernels", "modules"),
+    *(
+        "wording",
+        "versions",
+        "tables",
+        "tiers",
+        "keep_list",
+        "config",
+        "shapes",
+        "coefficients",
+        "plain",
+        "kernels",
+        "modules",
+    ),
     *("recipes", "solvers", "scheduler", "checkpoints", "patching", "memory", "embedded", "bench", "cli"),
 ]
 DIFFUSERS_ALLOWED = {"scheduler", "patching", "memory", "embedded", "bench", "cli"}

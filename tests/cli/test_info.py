@@ -8,7 +8,9 @@ from diffusers import DiffusionPipeline
 
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
+from turbo_rcm_patch import versions
 from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.cli.info import without_private
 
 
 def test_info(tmp_path, capsys):
@@ -18,6 +20,40 @@ def test_info(tmp_path, capsys):
     result = json.loads((tmp_path / "info.json").read_text())
     assert "torch reference" in result["kernels"]["self_attention: projection + skip"]
     assert result["environment"]["diffusers"] in printed
+
+
+def test_a_report_is_markdown_without_what_is_private(saved_models, monkeypatch, capsys):
+    home = saved_models.parent
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(versions, "NEWEST_TESTED", {"torch": "2.1"})
+    assert main(["info", "--device", "cpu", "--report", "--model", str(saved_models / "t2v")]) == 0
+    printed = capsys.readouterr().out
+    assert f"| torch | {torch.__version__} |\n" in printed
+    assert f"| turbo_rcm_patch | {trp.__version__} |\n" in printed
+    assert "| TRITON_INTERPRET | 1 |\n" in printed
+    assert f"Not tested with torch {torch.__version__} (the tests run with 2.1 at most)." in printed
+    assert "self_attention" in printed
+    assert printed.count("\n```\n") == 4  # the summary and the memory of the model
+    assert f"~/{saved_models.name}/t2v" in printed
+    assert str(home) not in printed
+    assert "hf_" not in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/ann/models/wan", "~/models/wan"),
+        ("in /home/ann: 3 files", "in ~: 3 files"),
+        ("/home/anna/models", "/home/anna/models"),
+        ("token hf_AbCdEfGhIjKlMn1234", "token hf_..."),
+        ("Wan's hf_hub", "Wan's hf_hub"),
+    ],
+)
+def test_what_is_private(monkeypatch, text, shown):
+    monkeypatch.setenv("HOME", "/home/ann")
+    assert without_private(text) == shown
 
 
 def info_of(tmp_path, capsys, *options):
@@ -71,7 +107,7 @@ def test_info_counts_a_text_encoder_in_8_bits(tmp_path, capsys):
     printed, (in_8_bits,) = info_of(tmp_path, capsys, *options, "--text-encoder", "8bit")
     assert "in 8 bits, its blocks stream, its token embeddings stay on the host" in printed
     sizes = [next(c for c in plan["components"] if c["name"] == "text_encoder") for plan in (bf16, in_8_bits)]
-    assert sizes[1]["blocks"] == pytest.approx(sizes[0]["blocks"] * 8.5 / 16, rel=1e-3)
+    assert sizes[1]["blocks"] == pytest.approx(sizes[0]["blocks"] * 9 / 16, rel=1e-3)
     assert sizes[1]["originals"] == 0
 
 

@@ -15,7 +15,7 @@ from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from tests.tune_times import small_shapes, timed
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.tune import cases
-from turbo_rcm_patch.cli import commands, main
+from turbo_rcm_patch.cli import info, main
 from turbo_rcm_patch.cli.tuning import keep
 from turbo_rcm_patch.kernels import measured_on, tuned_sdpa, tuned_tiers, why_torch
 from turbo_rcm_patch.kernels.choice import measured, tuned
@@ -260,7 +260,7 @@ def test_info_repeats_how_fast_the_other_tiers_are(monkeypatch, capsys):
     assert main(["info", "--device", "cpu"]) == 0
     assert "beside the exact tier" not in capsys.readouterr().out
     found = {"8-bit attention": Verdict(GPUS, 1.0, 1.3), "8-bit linears": Verdict(GPUS, 1.0, 1.6)}
-    monkeypatch.setattr(commands, "tuned_tiers", lambda device: found)
+    monkeypatch.setattr(info, "tuned_tiers", lambda device: found)
     assert main(["info", "--device", "cpu"]) == 0
     line = f"beside the exact tier, on {GPUS[0]}: 8-bit attention 1.30x as fast, 8-bit linears 1.60x as fast"
     assert line in capsys.readouterr().out.splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import os
 import platform
 import shutil
@@ -43,7 +43,8 @@ class Environment:
 def describe_environment(device: torch.device | str) -> Environment:
     """Return the environment of a run on `device`."""
     device = torch.device(device)
-    versions = {name: importlib.metadata.version(name) for name in ("triton", "diffusers", "transformers")}
+    # Not importlib.metadata.version: triton-windows and PyTorch's nightly builds of Triton have other names there.
+    versions = {name: importlib.import_module(name).__version__ for name in ("triton", "diffusers", "transformers")}
     return Environment(
         **_describe_gpu(device),
         cpu=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",

@@ -10,7 +10,7 @@ These files import neither torch nor diffusers, so that `--help` and most errors
 
 The others import them:
 
-    commands.py        the commands; tuning.py has `tune`
+    commands.py        the commands; info.py has `info`, tuning.py `tune`
     pipelines.py       loads the model; transformers.py has --transformer
     model_memory.py    the GPU memory that `info` shows
     sampling.py        the sampler and the guidance

@@ -131,6 +131,8 @@ def _comma_list(text: str) -> tuple[int, ...]:
 def _add_info(commands) -> None:
     summary = "show the GPU, versions, and the kernel that each op takes here"
     parser = _add_command(commands, "info", summary)
+    report = "print it as Markdown to paste into an issue, without the home folder's path and tokens"
+    parser.add_argument("--report", action="store_true", help=report)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the same as JSON")
     memory = (
         "show the GPU memory that a diffusers pipeline or transformer in this folder needs in each tier, or a known "

@@ -34,14 +34,11 @@ from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..checkpoints.files import COMPONENTS
 from ..config import PRESETS, Exact, PatchConfig, Sparse, without_originals
-from ..embedded import load_embedded_pipeline
-from ..kernels import tuned_tiers
 from ..memory import DoesNotFit, MemoryPlan, fit_with
 from ..memory.stages import Video, unpatched_stages
 from ..patching import patch
 from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
-from ..patching.summary import beside_exact
 from ..patching.weights.convert import capability_of
 from ..patching.weights.load import component_folders, read_config
 from ..patching.weights.store import convert_model
@@ -49,7 +46,7 @@ from ..wording import counted
 from .checks import LORAS, SPARSITY, keep_of
 from .errors import CommandError, user_errors
 from .files import replacing, write_json, write_video
-from .model_memory import memory_of_model
+from .info import info
 from .pipelines import (
     build_case,
     choose_config,
@@ -71,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         "compare": _compare,
         "verify": _verify,
         "evaluate": _evaluate,
-        "info": _info,
+        "info": info,
         "convert": _convert,
         "demo": _demo,
         "tune": tune,
@@ -230,27 +227,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace, line: str) -> None:
     print(f"turbo-rcm {arguments.command}: {line}", file=sys.stderr, flush=True)
-
-
-def _info(arguments: argparse.Namespace) -> int:
-    device = choose_device(arguments)
-    memory, lines = ([], []) if arguments.model is None else memory_of_model(arguments)
-    environment = asdict(describe_environment(device))
-    for name, value in environment.items():
-        if value is not None:
-            print(f"{name:16}{value}")
-    pipe = load_embedded_pipeline(choose_dtype(arguments, device), device)
-    with patch(pipe) as applied:
-        print("", applied.summary(), sep="\n")
-        rows = applied.rows()
-    for line in beside_exact(tuned_tiers(device)):
-        print("", line, sep="\n")
-    for line in lines:
-        print("", line, sep="\n")
-    if arguments.json is not None:
-        kernels = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
-        write_json(arguments.json, {"environment": environment, "kernels": kernels, "memory": memory})
-    return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from ..checkpoints.files import COMPONENTS
 from ..config import BlockSparse, Exact, PatchConfig, Sparse, resolve_config
+from ..versions import warn_of_untested
 from ..wording import with_article
 from .errors import PatchError
 from .families import SUPPORTED, check_supported, family_of
@@ -166,7 +167,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
             pipeline.
         config: a configuration (`Exact`, `Quantized`, `Sparse`, `BlockSparse`) or the name of a preset.
 
-    A call that another thread begins during the patch waits until the patch is complete.
+    A call that another thread begins during the patch waits until the patch is complete. Packages newer than tested are
+    warned of once (versions.py).
 
     Raises PatchError if:
         the model is of an unknown family, patched already, compiled, or under a hook that holds its old forward
@@ -198,6 +200,7 @@ def replace_computation(journal: Journal, transformer: torch.nn.Module, config: 
 
 def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:
     """Patch as `patch` does, with ``prepare(journal, name, transformer)`` to change each transformer's weights."""
+    warn_of_untested()
     transformers, vae = _models_of(target)
     # A call that is partly exact is as good as exact.
     with no_other_calls("patch", {} if isinstance(config, Exact) else transformers):

@@ -1,0 +1,63 @@
+"""`turbo-rcm info`: the GPU, versions and kernels, for people, as JSON, or as Markdown for an issue."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+from dataclasses import asdict
+
+from ..bench.environment import describe_environment
+from ..embedded import load_embedded_pipeline
+from ..kernels import tuned_tiers
+from ..patching import patch
+from ..patching.summary import beside_exact
+from ..versions import untested_note
+from .files import write_json
+from .model_memory import memory_of_model
+from .pipelines import choose_device, choose_dtype
+
+# Variables that change what runs. Others are left out of a report, because they may be private.
+SETTINGS = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}")
+
+
+def info(arguments: argparse.Namespace) -> int:
+    """Print the environment and the kernels of the included model, and with --model the memory that it takes."""
+    device = choose_device(arguments)
+    memory, paragraphs = ([], []) if arguments.model is None else memory_of_model(arguments)
+    environment = asdict(describe_environment(device))
+    pipe = load_embedded_pipeline(choose_dtype(arguments, device), device)
+    with patch(pipe) as applied:
+        summary, rows = applied.summary(), applied.rows()
+    paragraphs = [summary, *beside_exact(tuned_tiers(device)), *paragraphs]
+    shown = {name: value for name, value in environment.items() if value is not None}
+    if arguments.report:
+        print(_report(shown, paragraphs))
+    else:
+        print(*(f"{name:16}{value}" for name, value in shown.items()), sep="\n")
+        print(*(f"\n{text}" for text in (untested_note(), *paragraphs) if text), sep="\n")
+    if arguments.json is not None:
+        kernels = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
+        write_json(arguments.json, {"environment": environment, "kernels": kernels, "memory": memory})
+    return 0
+
+
+def _report(environment: dict[str, object], paragraphs: list[str]) -> str:
+    """Return the same as Markdown, without what is private."""
+    rows = {**environment, "system": platform.platform()}
+    rows |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
+    lines = ["| what | here |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    note = untested_note()
+    parts = ["### turbo-rcm info", "\n".join(lines), *([note] if note else [])]
+    parts += [f"```\n{text}\n```" for text in paragraphs]
+    return without_private("\n\n".join(parts))
+
+
+def without_private(text: str) -> str:
+    """Return a text with the user's home folder as ~, and Hugging Face's tokens left out."""
+    home = os.path.expanduser("~")  # Path.home raises if the home folder is unknown
+    if home not in ("~", "/", ""):
+        text = re.sub(rf"{re.escape(home.rstrip('/'))}(?=/|\s|$|[\"'`:,;)])", "~", text)
+    return _TOKEN.sub("hf_...", text)
