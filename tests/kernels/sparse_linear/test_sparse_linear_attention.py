@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.attention_8bit.test_quantize_qkv import formats
+from tests.kernels.turns import dtypes_in_turns
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import chosen_key_blocks, sparse_block_map, sparse_block_sizes, sparse_linear_attention
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
@@ -51,7 +52,7 @@ def oracle(operands, block_map, block_q, block_k):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_reference(device, shape):
     *sizes, block_q, block_k, kept = shape
-    for dtype in DTYPES[device]:
+    for dtype in dtypes_in_turns(device, (shape, SHAPES)):
         operands = inputs(device, dtype, *sizes)
         options = {
             "block_map": random_map(device, *sizes[:3], block_q, block_k, kept),
@@ -77,7 +78,7 @@ def test_matches_the_reference(device, shape):
 
 def test_topk_keeps_what_the_block_map_says(device):
     for dtype in DTYPES[device]:
-        operands = inputs(device, dtype, 2, 200, 2, 64)
+        operands = inputs(device, dtype, 2, 200, 1, 64)
         options = {"block_q": 128, "block_k": 64, "implementation": "triton"}
         block_map = sparse_block_map(*operands[:2], 2, 128, 64)
         expected = sparse_linear_attention(*operands, block_map=block_map, **options)
@@ -89,7 +90,7 @@ def test_topk_keeps_what_the_block_map_says(device):
 
 def test_the_choice_by_itself_is_the_one_that_attention_makes(device):
     for dtype in DTYPES[device]:
-        q, k, v, *proj_l = inputs(device, dtype, 2, 200, 2, 64)
+        q, k, v, *proj_l = inputs(device, dtype, 1, 200, 2, 64)
         for implementation in ("triton", "torch"):
             options = {"block_q": 128, "block_k": 64, "implementation": implementation}
             chosen = chosen_key_blocks(q, k, 2, **options)
@@ -206,13 +207,13 @@ def test_other_sizes_take_the_reference(device):
         sparse_linear_attention(*operands, topk=0.5, block_q=64, block_k=32, implementation="triton")
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_compiles_to_one_graph_for_all_lengths(device, quantized):
-    options = {"topk": 0.5, "block_q": 64, "block_k": 64, "quantized": quantized, "implementation": "triton"}
-    options["v_format"] = torch.float16 if quantized else None
+def test_compiles_to_one_graph_for_all_lengths(device):
+    options = {"topk": 0.5, "block_q": 64, "block_k": 64, "implementation": "triton"}
+    in_8_bits = {"quantized": True, "v_format": torch.float16}
 
     def block(*operands):
-        return sparse_linear_attention(*operands, **options)
+        exact = sparse_linear_attention(*operands, **options)
+        return torch.stack((exact, sparse_linear_attention(*operands, **options, **in_8_bits)))
 
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="eager")
     for tokens in (70, 130):

@@ -65,7 +65,7 @@ def test_any_number_of_frames_in_chunks_of_any_size(kind, frames, diffusers_deco
         expected = vae.decode(z).sample
     assert expected.shape[2] == 1 + 4 * (frames - 1)
     diffusers_decoder_is_off()
-    for chunk in (None, 1, 2, 3, 4):
+    for chunk in (None, 1, 4) if frames > 1 else (None, 2):
         with trp.patch(vae, trp.Exact(vae_chunk=chunk)):
             assert relative_error(decode(vae, z), expected) <= FP32, chunk
 
@@ -219,8 +219,9 @@ def test_what_is_returned():
         assert torch.allclose(vae(image).sample, tiny_vae()(image).sample, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", WELL_CONDITIONED)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), zip(WELL_CONDITIONED, [torch.bfloat16, torch.float16, torch.bfloat16], strict=True)
+)
 def test_low_precision_is_no_less_accurate(kind, dtype):
     vae, z = tiny_vae(kind, dtype), tiny_latents(2, 1, dtype=dtype, height=5, width=6)
     oracle = decode(tiny_vae(kind, dtype).double(), z.double())
