@@ -35,6 +35,27 @@ def test_verify_builds_a_config(tmp_path, capsys):
     assert settings | {"config": "tiny", "layers": 1, "model": None, "dtype": "bfloat16", "height": 32} == settings
 
 
+@pytest.mark.usefixtures("cpu_as_a_gpu", "everything_streams")
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+def test_verify_with_vram_finds_the_same(preset, saved_models, tmp_path, capsys):
+    found = []
+    for vram in ([], ["--vram", "10GB"]):
+        options = ["--model", str(saved_models / "t2v"), "--preset", preset, "--json", str(tmp_path / "verify.json")]
+        assert main(["verify", *options, *TINY[:-2], *vram]) == 0
+        found.append(json.loads((tmp_path / "verify.json").read_text()))
+    printed = capsys.readouterr().out
+    assert "its blocks stream" in printed
+    assert "checking a block" in printed
+    plain, fitted = found
+    for what in ("ok", "blocks", "parts", "decoding"):
+        assert plain[what] == fitted[what]
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu")
+def test_verify_says_what_does_not_fit(capsys):
+    assert "--vram 620 MB: 48x32, 5 frames take at least" in error_of(capsys, "verify", *TINY[:-2], "--vram", "620 MB")
+
+
 @pytest.fixture
 def model_with_an_outlier(tmp_path):
     """The folder of a pipeline with one channel of a block's keys a hundred times as large."""
@@ -105,6 +126,8 @@ def test_wrong_lists(capsys, options, message):
         (["--config", "tiny", "--image", __file__], "leave --image out"),
         (["--config", "tiny", "a fox"], "leave a prompt out"),
         (["--config", "tiny", "--offload"], "leave --offload out"),
+        (["--config", "tiny", "--vram", "8GB"], "leave --vram out"),
+        (["--keep-out", "x.json", "--preset", "quantized", "--vram", "8GB"], "cannot stream; leave --vram out"),
         (["--config", "tiny", "--layers", "0"], "--layers 0: give 1 or more"),
         (["--config", "wan2.2-5b", "--height", "720"], "--height 720 is not divisible by 32; try 704"),
         (["--layers", "2"], "--layers goes with --config"),

@@ -8,6 +8,8 @@ import torch
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.memory import checking_stages
+from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.memory import fit_with
 from turbo_rcm_patch.memory import plan as plan_module
 from turbo_rcm_patch.memory.choose import Placement
@@ -87,19 +89,44 @@ def test_variants_of_a_comparison_stay_within_the_plan(tier):
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    for megabytes in range(700, 4000, 50):
-        try:
-            plan = fit_with(pipe, f"{megabytes} MB", Video(480, 832, 5), tier, DEVICE, unpatched_stages)
-            break
-        except trp.DoesNotFit:
-            continue
-    assert "transformer" in plan.placement.streaming
+    plan = least_plan(pipe, tier, unpatched_stages, both_ways=True)
     comparison = compare(pipe, call, config=tier, with_compile=False, repeats=1)
     for variant, resident in zip(comparison.variants, expected.variants, strict=True):
         assert variant.timings.peak_memory - before <= max(plan.peaks.values())
         assert variant.name == resident.name
         assert plan.placement.tiles or variant.latents == resident.latents
     plan.undo()
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+def test_a_verification_stays_within_the_plan_and_finds_the_same(tier):
+    pipe = large_pipeline()
+    call = {"prompt": "a fox", **SIZE, "num_inference_steps": 2}
+    pipe.to(DEVICE)
+    expected = verify(pipe, call, config=tier).to_dict()
+    pipe.to("cpu")
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    plan = least_plan(pipe, tier, checking_stages)
+    torch.cuda.reset_peak_memory_stats()
+    found = verify(pipe, call, config=tier).to_dict()
+    assert torch.cuda.max_memory_allocated() - before <= max(plan.peaks.values())
+    assert found["blocks"] == expected["blocks"]
+    assert found["parts"] == expected["parts"]
+    plan.undo()
+
+
+def least_plan(pipe, tier, beside, **options):
+    """Fit a pipeline into the least memory that a command takes with it."""
+    for megabytes in range(700, 9000, 50):
+        try:
+            plan = fit_with(pipe, f"{megabytes} MB", Video(480, 832, 5), tier, DEVICE, beside, **options)
+        except trp.DoesNotFit:
+            continue
+        assert "transformer" in plan.placement.streaming
+        return plan
+    return None
 
 
 def test_everything_streams(monkeypatch):

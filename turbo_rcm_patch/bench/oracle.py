@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from diffusers import DiffusionPipeline
@@ -127,6 +128,22 @@ def plain_twin(block: nn.Module) -> nn.Module:
     if not any(map(is_quantized, block.modules())) and sparse_self_attention(block) is None:
         return block
     return class_copy(block).to(next(block.parameters()).device)
+
+
+@contextlib.contextmanager
+def weights_with(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Iterator[None]:
+    """A context in which a block's weights are on the device of its inputs, where a hook may have taken them away."""
+    device = device_of(args, kwargs)
+    if "_diffusers_hook" in vars(block) and device.type == "cuda":
+        torch.cuda.synchronize(device)  # group offloading may be copying them on another stream
+    moved = [(t, t.data) for t in (*block.parameters(), *block.buffers()) if t.device != device]
+    try:
+        for tensor, data in moved:
+            tensor.data = data.to(device)
+        yield
+    finally:
+        for tensor, data in moved:
+            tensor.data = data
 
 
 def device_of(args: tuple, kwargs: Mapping[str, object]) -> torch.device:

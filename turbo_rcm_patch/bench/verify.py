@@ -19,7 +19,7 @@ from ..tiers import EXACT, ErrorLimits, is_low_precision
 from .decoding import decode_oracle, decoded, latents_for, without_tf32
 from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
-from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32
+from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32, weights_with
 from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs
 from .sparse import best_choice, sparse_self_attention
 
@@ -193,18 +193,20 @@ def verify(
     def keep_the_oracles_blocks(block: nn.Module, args: tuple, kwargs: dict) -> None:
         attn = sparse_self_attention(block)
         if steps.is_checked and attn is not None:
-            q, k, _ = self_attention_inputs(trace_in_fp32(block, args, kwargs))
+            with weights_with(block, args, kwargs):
+                q, k, _ = self_attention_inputs(trace_in_fp32(block, args, kwargs))
             attn.processor.block_map = best_choice(attn.processor, q, k)
 
     def check_block(name: str) -> Callable:
         def hook(block: nn.Module, args: tuple, kwargs: dict, patched: Output) -> Output:
-            unpatched = run_unpatched(block, args, kwargs)
-            if steps.is_checked:
-                checks.append(_check(name, steps.now, block, args, kwargs, patched, unpatched, limits))
-                if not isinstance(config, Exact):
-                    trace = trace_in_fp32(block, args, kwargs)
-                    parts.extend(_check_parts(name, steps.now, block, trace, args, kwargs, limits))
-                    kept.extend(_kept(name, steps.now, block, trace))
+            with weights_with(block, args, kwargs):
+                unpatched = run_unpatched(block, args, kwargs)
+                if steps.is_checked:
+                    checks.append(_check(name, steps.now, block, args, kwargs, patched, unpatched, limits))
+                    if not isinstance(config, Exact):
+                        trace = trace_in_fp32(block, args, kwargs)
+                        parts.extend(_check_parts(name, steps.now, block, trace, args, kwargs, limits))
+                        kept.extend(_kept(name, steps.now, block, trace))
             if (attn := sparse_self_attention(block)) is not None:
                 attn.processor.block_map = None
             return unpatched

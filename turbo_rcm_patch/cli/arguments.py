@@ -104,7 +104,7 @@ def _add_verify(commands) -> None:
     )
     parser.add_argument("--keep-out", type=Path, metavar="OUT.json", help=keep_out)
     add_generation_options(parser)
-    parser.add_argument("--vram", help=argparse.SUPPRESS)  # refused with the reason
+    _add_vram(parser, "the patched pipeline and the checks")
 
 
 def _add_evaluate(commands) -> None:

@@ -62,10 +62,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _check_vram(arguments: argparse.Namespace) -> None:
-    if arguments.command in ("verify", "evaluate"):
-        raise CommandError(
-            f"--vram plans no memory for fp32, in which {arguments.command} runs the model too; leave --vram out."
-        )
+    if arguments.command == "evaluate":
+        raise CommandError("--vram plans no memory for the model in fp32, which evaluate runs too; leave --vram out.")
+    if getattr(arguments, "keep_out", None) is not None:
+        raise CommandError("--keep-out takes weights out of 8 bits and back, which cannot stream; leave --vram out.")
     try:
         parse_amount(arguments.vram)
     except ValueError as error:
@@ -349,7 +349,7 @@ def _check_config(arguments: argparse.Namespace) -> None:
             raise CommandError("--layers goes with --config; a model has the blocks that it has.")
         return
     given = {"--model": arguments.model, "--image": arguments.image, "a prompt": arguments.prompt}
-    for name, value in {**given, "--offload": arguments.offload or None}.items():
+    for name, value in {**given, "--offload": arguments.offload or None, "--vram": arguments.vram}.items():
         if value is not None:
             raise CommandError(f"--config builds a model and its inputs; leave {name} out.")
     if arguments.layers is not None:

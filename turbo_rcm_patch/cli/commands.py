@@ -21,6 +21,7 @@ from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import evaluate, label_of, videos_at_a_time
 from ..bench.keep_out import find_keep_out
+from ..bench.memory import checking_stages
 from ..bench.report import (
     comparison_table,
     evaluation_table,
@@ -112,11 +113,12 @@ def _fitted(
     call: dict[str, object],
     config: PatchConfig | None = None,
     beside: Callable | None = None,
+    both_ways: bool = False,
 ) -> MemoryPlan:
-    """Fit a pipeline into --vram. config: what it will be patched with. beside: as of `fit_with`."""
+    """Fit a pipeline into --vram. config: what it will be patched with. beside, both_ways: as in `Patched`."""
     video = Video(call["height"], call["width"], call["num_frames"])
     try:
-        return fit_with(pipe, arguments.vram, video, config, choose_device(arguments), beside)
+        return fit_with(pipe, arguments.vram, video, config, choose_device(arguments), beside, both_ways)
     except (DoesNotFit, ValueError) as error:
         raise CommandError(f"--vram {arguments.vram}: {error}") from error
 
@@ -125,7 +127,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments)
     config, with_compile = choose_config(arguments), False if arguments.no_compile else None
     if arguments.vram is not None:
-        print(_fitted(arguments, pipe, call, config, unpatched_stages), end="\n\n")
+        print(_fitted(arguments, pipe, call, config, unpatched_stages, both_ways=True), end="\n\n")
         if with_compile is None:
             print("torch.compile is left out: under it weights do not stream reliably\n")
             with_compile = False
@@ -165,6 +167,8 @@ def _write_side_by_side(path: Path, comparison: Comparison) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments) if arguments.config is None else build_case(arguments)
     config, found = choose_config(arguments), None
+    if arguments.vram is not None:
+        print(_fitted(arguments, pipe, call, config, checking_stages), end="\n\n")
     if arguments.keep_out is not None:
         found = find_keep_out(pipe, call, seed=arguments.seed, config=config)
         config = replace(config, keep=found.names)

@@ -38,7 +38,7 @@ class MemoryPlan:
         stages: the stages of a generation.
         placement: which models stream, and how the VAE decodes.
         budget: bytes of the GPU that the plan may use.
-        both_ways: True if the pipeline runs unpatched too.
+        hints: True if `print` also tells what would take less memory.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class MemoryPlan:
         placement: Placement,
         budget: int,
         video: Video,
-        both_ways: bool = False,
+        hints: bool = True,
     ):
         self.components, self.stages, self.placement, self.budget = components, stages, placement, budget
-        self.video, self.both_ways = video, both_ways
+        self.video, self.hints = video, hints
         self._undo: list[tuple] = []
 
     @property
@@ -84,7 +84,7 @@ class MemoryPlan:
         lines.append(table(peaks))
         if any(component.name == "vae" for component in self.components):
             lines.append(f"the VAE works {_vae_mode(self.placement)}")
-        if not self.both_ways:
+        if self.hints:
             lines += self._hints()
         return "\n".join(lines)
 
@@ -163,15 +163,16 @@ def fit_with(
     config: PatchConfig | str | None,
     device: torch.device | str,
     beside: Callable[[Patched, Video], Iterator[Stage]] | None = None,
+    both_ways: bool = False,
 ) -> MemoryPlan:
-    """Do what `fit` does, for a command that also runs the stages that ``beside`` yields (`Patched`)."""
+    """Do what `fit` does, for a command that does more than generate. beside, both_ways: as in `Patched`."""
     device, models = _with_index(torch.device(device)), _models_of(pipe)
-    patched = Patched(models, _config_of(models, config), bool(pipe.config.get("expand_timesteps")), beside)
+    patched = Patched(models, _config_of(models, config), bool(pipe.config.get("expand_timesteps")), beside, both_ways)
     _check(models, video)
     budget = _free(models, device) if vram is None else budget_of(vram)
     _check_card(vram, device)
     plan = plan_for(patched, video, budget)
-    _check_host(plan, models)
+    _check_host(plan, models, both_ways)
     try:
         for undo in _place(plan, models, device):
             plan._undo.append(undo)
@@ -193,11 +194,11 @@ def plan_for(patched: Patched, video: Video, budget: int) -> MemoryPlan:
     placement = choose(components, stages, budget)
     if placement is None:
         raise DoesNotFit(_why_not(patched, video, budget, components, stages))
-    return MemoryPlan(components, stages, placement, budget, video, patched.beside is not None)
+    return MemoryPlan(components, stages, placement, budget, video, hints=patched.beside is None)
 
 
 def _components(patched: Patched) -> list[Component]:
-    found = components_of if patched.beside is None else components_both_ways
+    found = components_both_ways if patched.both_ways else components_of
     return found(patched.models, patched.config)
 
 
@@ -285,7 +286,7 @@ def _free(models: Mapping[str, nn.Module], device: torch.device) -> int:
     return round(MARGIN * (free_memory(device) + sum(here.values())))
 
 
-def _check_host(plan: MemoryPlan, models: Mapping[str, nn.Module]) -> None:
+def _check_host(plan: MemoryPlan, models: Mapping[str, nn.Module], both_ways: bool) -> None:
     """Raise DoesNotFit if the host has too little memory for what the plan moves there."""
     _, pinned = plan.placement.on_host(plan.components)
     free = psutil.virtual_memory().available
@@ -293,7 +294,7 @@ def _check_host(plan: MemoryPlan, models: Mapping[str, nn.Module]) -> None:
     # Weights that are in ordinary memory are pinned one by one, each in place of itself. Those that are read from a
     # mapped file take memory only then.
     needed = min(pinned, SLAB) + (max(0, pinned - _ordinary_memory()) if on_cpu else pinned)
-    if plan.both_ways:  # the originals of weights that the GPU holds, or the 8-bit copies of those that stream
+    if both_ways:  # the originals of weights that the GPU holds, or the 8-bit copies of those that stream
         needed += sum(component.originals for component in plan.components)
     if needed > free:
         raise DoesNotFit(

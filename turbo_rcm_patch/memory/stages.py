@@ -38,14 +38,15 @@ class Patched(NamedTuple):
     """A pipeline's models by their names in it, and the configuration that they are or will be patched with.
 
     The models may be on the meta device. own_timesteps: True if each token has its own timestep. beside: yields the
-    stages that a command runs beside the patched pipeline's, on the weights as they are before the patch. None: there
-    are none.
+    stages that a command runs beside the patched pipeline's. None: there are none. both_ways: True if the pipeline also
+    runs on the weights as they are before the patch.
     """
 
     models: Mapping[str, nn.Module]
     config: PatchConfig
     own_timesteps: bool = False
     beside: Callable[[Patched, Video], Iterator[Stage]] | None = None
+    both_ways: bool = False
 
 
 class Stage(NamedTuple):
@@ -136,7 +137,7 @@ def _unpatched_denoising_bytes(name: str, patched: Patched, video: Video) -> int
     """Return the bytes of the largest set of tensors that are alive together in a step of diffusers' own code."""
     transformer = patched.models[name]
     family = family_of(transformer)
-    wide, lora = family.compute_dtype(transformer).itemsize, _lora_itemsize(transformer)
+    wide, lora = family.compute_dtype(transformer).itemsize, lora_itemsize(transformer)
     of_token = family.blocks[0].sizes.unpatched_bytes_per_token(transformer.config, wide, lora, patched.own_timesteps)
     return tokens_of(name, patched, video) * of_token
 
@@ -148,7 +149,7 @@ def tokens_of(name: str, patched: Patched, video: Video) -> int:
     return family_of(transformer).blocks[0].sizes.tokens(transformer.config, latent)
 
 
-def _lora_itemsize(model: nn.Module) -> int:
+def lora_itemsize(model: nn.Module) -> int:
     """Return the bytes of a value in a model's LoRAs, or 0 without one."""
     layers = filter(is_lora_layer, model.modules())
     return max((first.weight.itemsize for layer in layers for first in layer.lora_A.values()), default=0)
