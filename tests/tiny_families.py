@@ -43,7 +43,7 @@ FACE = {
     "face_encoder_num_heads": 2,
     "inject_face_latents_blocks": 1,
 }
-AUDIO_TOKENS, AUDIO_HEAD_DIM, LTX2_CHANNELS = 5, 32, 32
+AUDIO_TOKENS, AUDIO_HEAD_DIM, LTX2_CHANNELS = 5, 64, 32
 LTX2 = {
     **{f"{stream}{end}_channels": LTX2_CHANNELS for stream in ("", "audio_") for end in ("in", "out")},
     "num_attention_heads": HEADS,

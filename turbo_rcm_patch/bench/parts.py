@@ -113,7 +113,7 @@ def dtype_of(args: tuple, kwargs: Mapping[str, object]) -> torch.dtype:
 
 def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
     for name, module in block.named_modules():
-        if is_quantized(module):
+        if is_quantized(module) and name in trace.inputs:  # a call may leave out attentions
             yield name, relative_l2(module(trace.inputs[name].to(dtype)), trace.outputs[name])
 
 

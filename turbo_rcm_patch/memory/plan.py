@@ -13,9 +13,11 @@ from ..amounts import in_gb, parse_amount
 from ..config import PatchConfig, Quantized, resolve_config
 from ..patching.apply import transformers_of
 from ..patching.families import family_of
+from ..patching.families.vae import is_vae
 from ..patching.families.vae.chunks import LIMIT, free_memory
 from ..patching.steps.plan import is_patched, state_of
 from ..tables import table
+from ..wording import with_article
 from .choose import Placement, choose, smallest
 from .components import Component, components_both_ways, components_of
 from .pinned import SLAB
@@ -213,6 +215,10 @@ def _models_of(pipe: object) -> dict[str, nn.Module]:
         raise ValueError(f"{type(pipe).__name__} has no transformer of a supported family, whose memory is known.")
     if "vae" not in models:
         raise ValueError(f"{type(pipe).__name__} has no VAE; load it with its VAE.")
+    if not is_vae(models["vae"]):
+        raise ValueError(
+            f"{type(pipe).__name__} has {with_article(type(models['vae']).__name__)}, whose memory is not known."
+        )
     return models
 
 

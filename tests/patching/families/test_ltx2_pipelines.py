@@ -1,0 +1,121 @@
+"""LTX-2's pipelines patched: videos with sound, verify, LoRA files, offloading, steps, and what is refused."""
+
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.tiny_ltx2 import FRAMES, HEIGHT, LTX2_PIPELINES, WIDTH, tiny_ltx2_call, tiny_ltx2_pipeline
+from turbo_rcm_patch.bench.report import verification_table
+from turbo_rcm_patch.bench.verify import verify
+from turbo_rcm_patch.patching.families.ltx2.forward import block_forward
+from turbo_rcm_patch.tiers import EXACT, QUANTIZED
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def assert_same(outputs, expected, limit=EXACT.limits.fp32):
+    assert len(outputs) == len(expected) == 2
+    for ours, theirs in zip(map(torch.as_tensor, outputs), map(torch.as_tensor, expected), strict=True):
+        assert relative_error(ours, theirs) <= limit
+
+
+@pytest.mark.parametrize("on", DEVICES)
+@pytest.mark.parametrize("kind", LTX2_PIPELINES)
+def test_every_pipeline_makes_the_same_video_and_sound(kind, on):
+    pipe = tiny_ltx2_pipeline(kind).to(on)
+    limit = EXACT.limits.fp32 if on == "cpu" else 1e-4
+    expected = {output: pipe(**tiny_ltx2_call(kind, output_type=output)) for output in ("latent", "np")}
+    with trp.patch(pipe) as patch:
+        assert pipe.transformer.transformer_blocks[0].forward.__func__ is block_forward
+        for output, theirs in expected.items():
+            assert_same(pipe(**tiny_ltx2_call(kind, output_type=output)), theirs, limit)
+        summary = patch.summary()
+    assert "attention mask" not in summary  # the connectors' masks hide nothing
+    assert "vae: AutoencoderKLLTX2Video, as without the patch" in summary
+    assert "connectors" in summary
+    assert_same(pipe(**tiny_ltx2_call(kind)), expected["latent"], 0.0)
+
+
+@pytest.mark.parametrize("config", ["exact", "quantized", trp.BlockSparse(mass=0.7, blocks=(8, 8), min_tokens=1)])
+def test_verify_passes(config):
+    pipe = tiny_ltx2_pipeline(dtype=torch.bfloat16)
+    call = tiny_ltx2_call(dtype=torch.bfloat16)
+    del call["output_type"], call["generator"]
+    verification = verify(pipe, call, config=config)
+    assert verification.ok, verification_table(verification)
+    assert {check.block for check in verification.checks} == {f"transformer.transformer_blocks.{i}" for i in range(3)}
+
+
+def lora_tensors(transformer):
+    """A LoRA of both streams and of the attentions between them, in the format that diffusers saves."""
+    generator, tensors = torch.Generator().manual_seed(6), {}
+    for path in ("attn1.to_q", "audio_attn2.to_v", "audio_to_video_attn.to_out.0", "ff.net.2", "audio_ff.net.0.proj"):
+        for index in range(len(transformer.transformer_blocks)):
+            out_features, in_features = transformer.transformer_blocks[index].get_submodule(path).weight.shape
+            name = f"transformer.transformer_blocks.{index}.{path}"
+            tensors[f"{name}.lora_A.weight"] = 0.2 * torch.randn(4, in_features, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(out_features, 4, generator=generator)
+    return tensors
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+@pytest.mark.parametrize("first", ["lora", "patch"])
+def test_a_lora_from_a_file(first, tier):
+    plain, patched = tiny_ltx2_pipeline(), tiny_ltx2_pipeline()
+    base = plain(**tiny_ltx2_call())
+    limit = EXACT.limits.fp32 if tier == "exact" else QUANTIZED.limits.step
+    patch = trp.patch(patched, tier) if first == "patch" else None
+    lora = lora_tensors(plain.transformer)
+    for pipe in (plain, patched):
+        pipe.load_lora_weights(dict(lora), adapter_name="l")
+    patch = patch or trp.patch(patched, tier)
+    expected = plain(**tiny_ltx2_call())
+    assert relative_error(expected[0], base[0]) > 0.01
+    assert_same(patched(**tiny_ltx2_call()), expected, limit)
+    assert "+ LoRA" in patch.summary()
+    for pipe in (plain, patched):
+        pipe.set_adapters("l", 0.4)
+    assert_same(patched(**tiny_ltx2_call()), plain(**tiny_ltx2_call()), limit)
+    for pipe in (plain, patched):
+        pipe.unload_lora_weights()
+    assert_same(patched(**tiny_ltx2_call()), base, limit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", ["offload", "patch"])
+@pytest.mark.parametrize(
+    "offload", ["enable_model_cpu_offload", "enable_group_offload", "enable_sequential_cpu_offload"]
+)
+def test_offloading_on_a_gpu(offload, first):
+    patched, plain = tiny_ltx2_pipeline(), tiny_ltx2_pipeline().to("cuda")
+    options = {"onload_device": torch.device("cuda"), "offload_type": "leaf_level"} if "group" in offload else {}
+    if first == "offload" and "sequential" in offload:
+        getattr(patched, offload)(**options)
+        with pytest.raises(trp.PatchError, match="patch first"):
+            trp.patch(patched)
+        return
+    steps = [lambda: getattr(patched, offload)(**options), lambda: trp.patch(patched)]
+    for step in steps if first == "offload" else reversed(steps):
+        step()
+    assert_same(patched(**tiny_ltx2_call()), plain(**tiny_ltx2_call()), 1e-4)
+
+
+def test_exact_steps_are_counted():
+    """With all steps exact only the linears are in 8 bits."""
+    pipe = tiny_ltx2_pipeline()
+    with trp.patch(pipe, trp.Quantized(quantize=("linears",))):
+        expected = pipe(**tiny_ltx2_call())
+    for exact_steps, same in (((1, 1), True), ((0, 0), False)):
+        with trp.patch(pipe, trp.Quantized(exact_steps=exact_steps)):
+            assert (relative_error(pipe(**tiny_ltx2_call())[0], expected[0]) <= 1e-6) == same
+
+
+def test_fit_knows_no_memory_of_its_vae():
+    with pytest.raises(ValueError, match="AutoencoderKLLTX2Video"):
+        trp.fit(tiny_ltx2_pipeline(), "8 GB", height=HEIGHT, width=WIDTH, num_frames=FRAMES, device="cpu")
+
+
+def test_the_sparse_tier_is_refused():
+    with pytest.raises(trp.PatchError, match="cannot have sparse-linear attention"):
+        trp.patch(tiny_ltx2_pipeline(), "sparse")
