@@ -247,11 +247,6 @@ def test_a_gpu_that_is_not_there(tmp_path, capsys):
     assert "--vram is the memory of a GPU, and there is no GPU; leave it out" in message
 
 
-def test_evaluate_has_no_plan_for_the_model_in_fp32(capsys):
-    message = error_of(capsys, "evaluate", "--vram", "8GB")
-    assert "--vram plans no memory for the model in fp32, which evaluate runs too; leave --vram out" in message
-
-
 def test_an_unsupported_transformer(capsys, monkeypatch):
     from turbo_rcm_patch.patching import PatchError
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 
 import pytest
+import torch
 
 from tests.cli.running import error_of
 from turbo_rcm_patch import cli, embedded
@@ -33,6 +34,37 @@ def test_evaluate_prints_a_table_and_progress_and_writes_json(tmp_path, capsys):
     expected = {"model": "embedded", "preset": "exact", "dtype": "bfloat16", "n": 2, "steps": [1, 2], "seed": 3}
     expected |= {"batch_size": 1, "height": 16, "width": 16, "num_frames": 1, "guidance_scale": 1.0, "sigma_max": 80.0}
     assert result["settings"] == expected
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu", "everything_streams")
+@pytest.mark.parametrize("preset", ["exact", "sparse"])
+def test_evaluate_with_vram_finds_the_same(preset, tmp_path, capsys):
+    found, output = [], tmp_path / "evaluation.json"
+    without_device = [text for text in EVALUATE if text not in ("--device", "cpu")]
+    for vram in ([], ["--vram", "10GB"]):
+        options = ["--steps", "1", "--dtype", "bfloat16", "--preset", preset, "--json", str(output), *vram]
+        assert main([*without_device, *options]) == 0
+        found.append(json.loads(output.read_text())["results"])
+    printed = capsys.readouterr().out
+    assert printed.count("its blocks stream") >= 2 * (2 if preset == "exact" else 3)  # pipelines of two such models
+    assert "decoding, unpatched, 16 at a time" in printed
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu")
+def test_evaluate_says_what_does_not_fit_before_it_generates(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "evaluate", lambda *args, **options: pytest.fail("it generates"))
+    without_device = [text for text in EVALUATE if text not in ("--device", "cpu")]
+    assert main([*without_device, "--vram", "610 MB"]) == 2
+    assert "--vram 610 MB: 16x16, 1 frames take at least" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.gpu
+def test_evaluate_stays_within_vram(tmp_path):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert main(["evaluate", "-n", "16", "--steps", "1", "--preset", "sparse", "--vram", "2GB"]) == 0
+    assert torch.cuda.max_memory_allocated() - before <= 1.4e9  # less what CUDA takes
 
 
 @pytest.mark.parametrize("model", [[], ["--model"]])

@@ -26,6 +26,7 @@ from .environment import Environment, describe_environment
 from .metrics import frame_psnr
 
 UNPATCHED, EXACT, UNPATCHED_FP32 = "unpatched", "exact", "unpatched fp32"
+VARIANTS = 4  # the most that the command has: unpatched, exact, another tier, unpatched in fp32
 EMBEDDED_CALL = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "guidance_scale": 1.0}
 
 Scores = dict[str, tuple[int, int]]  # right and asked, per attribute
@@ -132,6 +133,7 @@ def evaluate(
     tuned: DiffusionPipeline | None = None,
     settings: dict[str, object] | None = None,
     report: Callable[[str], None] = lambda line: None,
+    placed: Callable[[DiffusionPipeline], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Evaluation:
     """Generate n held-out captions with each number of steps in every variant. The pipeline is unchanged afterwards.
 
@@ -146,8 +148,9 @@ def evaluate(
     tuned: a pipeline with its sampler that `config` patches instead of pipe: the model fine-tuned for config.
     seed: draws the captions and the noise of each. batch_size: videos made at a time. It changes neither.
     settings: facts to record beside the figures. report: called with a line after each batch.
+    placed: (pipeline) -> a context in which its models are where they run. Each batch of a variant enters it.
     """
-    scenes = held_out_scenes(n, seed)
+    scenes, device = held_out_scenes(n, seed), pipe._execution_device
     results = []
     with (
         _without_tf32(),
@@ -162,7 +165,8 @@ def evaluate(
                 batch = range(start, min(start + batch_size, n))
                 videos = {}
                 for name, (variant, switch) in variants.items():
-                    with switch():
+                    with placed(variant), switch():
+                        device = variant._execution_device
                         videos[name] = generate_videos(
                             variant, scenes, batch, {**call, "num_inference_steps": count}, seed
                         )
@@ -173,7 +177,7 @@ def evaluate(
                 report(f"{count} step{'s' * (count > 1)}: {batch.stop} of {n} captions in {len(variants)} variants")
             results += [tally.result(name, count, tallies[UNPATCHED]) for name, tally in tallies.items()]
     own = {"n": n, "steps": list(steps), "seed": seed, "batch_size": batch_size, **call}
-    return Evaluation({**(settings or {}), **own}, describe_environment(pipe._execution_device), tuple(results))
+    return Evaluation({**(settings or {}), **own}, describe_environment(device), tuple(results))
 
 
 def videos_at_a_time(call: Mapping[str, object]) -> int:

@@ -1,4 +1,4 @@
-"""The memory of `verify`, for a plan of it: what checking a block and the decoding compute with, beside weights."""
+"""The memory of `verify` and `evaluate`, for a plan of it: what their stages compute with, beside weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from ..config import Exact, PatchConfig, Sparse
 from ..kernels.sparse_linear.sparse_linear_reference import GATHERED_VALUES
 from ..memory.components import blocks_of
-from ..memory.stages import Patched, Stage, Video, lora_itemsize, tokens_of
+from ..memory.stages import Patched, Stage, Video, lora_itemsize, stages_of, tokens_of, unpatched_stages
 from ..patching.families import family_of
 from ..patching.families.vae.chunks import unpatched_decoding_bytes
 from ..tiers import is_low_precision
@@ -21,6 +21,22 @@ FP32_BYTES, FP64_BYTES = torch.float32.itemsize, torch.float64.itemsize
 KEPT, WIDE_KEPT, LARGEST = 20, 2, 22
 GATHERED = 6 * FP32_BYTES * GATHERED_VALUES  # of the reference of sparse-linear attention: keys, values and scores
 ATTENTION_PARTS = 45  # bytes per channel: q, k and v of `self_attention_inputs`, rounded, in 8 bits, and three results
+
+
+def evaluation_stages(videos: int, variants: int, patched: Patched, video: Video) -> Iterator[Stage]:
+    """Yield the stages of `evaluate`.
+
+    videos: made at a time. The frames of all variants stay on the GPU in fp32 until they are judged.
+    """
+    held = (variants + 1) * videos * 3 * video.frames * video.height * video.width * FP32_BYTES
+    for stage in stages_of(patched._replace(beside=unpatched_stages), video):
+        yield Stage(
+            f"{stage.name}, {videos} at a time",
+            stage.runs,
+            videos * stage.computing + held,
+            in_tiles=None if stage.in_tiles is None else videos * stage.in_tiles + held,
+            after_blocks=videos * stage.after_blocks + held,
+        )
 
 
 def checking_stages(patched: Patched, video: Video) -> Iterator[Stage]:

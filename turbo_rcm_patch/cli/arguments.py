@@ -117,7 +117,7 @@ def _add_evaluate(commands) -> None:
         "--steps", type=_comma_list, default=(1, 2, 4), help="numbers of denoising steps, 1 to 4 each (default 1,2,4)"
     )
     _add_sampling_options(parser, height="160", width="224", frames="17")
-    parser.add_argument("--vram", help=argparse.SUPPRESS)  # refused with the reason
+    _add_vram(parser, "each variant, the one in fp32 too,")
     parser.set_defaults(image=None, offload=False)
 
 

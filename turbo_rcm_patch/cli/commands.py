@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,9 @@ from PIL import Image
 
 from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
-from ..bench.evaluate import evaluate, label_of, videos_at_a_time
+from ..bench.evaluate import VARIANTS, evaluate, label_of, videos_at_a_time
 from ..bench.keep_out import find_keep_out
-from ..bench.memory import checking_stages
+from ..bench.memory import checking_stages, evaluation_stages
 from ..bench.report import (
     comparison_table,
     evaluation_table,
@@ -209,7 +210,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         plain = argparse.Namespace(**{**vars(arguments), "preset": "exact"})
         tuned, pipe = pipe, load_sampler(plain)[0]
     in_fp32 = argparse.Namespace(**{**vars(plain), "dtype": "float32"})
-    reference = None if choose_dtype(arguments, pipe.device) == torch.float32 else load_sampler(in_fp32)[0]
+    is_fp32 = choose_dtype(arguments, choose_device(arguments)) == torch.float32
+    reference, placed = None if is_fp32 else load_sampler(in_fp32)[0], contextlib.nullcontext
+    if arguments.vram is not None:
+        placed = partial(_placed, arguments, call, config, batch_size)
+        for one in filter(None, (pipe, reference, tuned)):  # first of all, so that what does not fit shows at once
+            with placed(one) as plan:
+                print(plan, end="\n\n")
     evaluation = evaluate(
         pipe,
         call,
@@ -222,11 +229,29 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         tuned=tuned,
         settings={**settings_of(arguments, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")},
         report=report,
+        placed=placed,
     )
     print(evaluation_table(evaluation))
     if arguments.json is not None:
         write_json(arguments.json, evaluation.to_dict())
     return 0
+
+
+@contextlib.contextmanager
+def _placed(
+    arguments: argparse.Namespace,
+    call: dict[str, object],
+    config: PatchConfig,
+    batch_size: int,
+    pipe: DiffusionPipeline,
+) -> Iterator[MemoryPlan]:
+    """A context in which one of the pipelines of `evaluate` is on the GPU, within --vram."""
+    stages = partial(evaluation_stages, batch_size, VARIANTS)
+    plan = _fitted(arguments, pipe, call, config, stages, both_ways=True)
+    try:
+        yield plan
+    finally:
+        plan.undo()
 
 
 def _report(arguments: argparse.Namespace, line: str) -> None:
