@@ -201,10 +201,12 @@ def test_the_estimate_of_diffusers_own_decode_leaves_room_for_what_cudnn_lays_ou
 
 
 def test_the_estimate_of_diffusers_own_decode_in_tiles():
-    """It keeps all tiles, here four, until it joins them, which takes the most."""
-    vae, z = real("wan 2.1, 480p")
-    vae.enable_tiling(240, 416, 240, 416)
-    assert 0.98 <= unpatched_decoding_bytes(vae, *video_of(vae, z), in_tiles=True) / peak(vae, z) <= 1.15
+    """It keeps all tiles until it joins them. In a decoder of few channels, as in long videos, that takes the most."""
+    with torch.device("meta"):
+        vae = AutoencoderKLWan(base_dim=8).to(torch.bfloat16).eval()
+    z = torch.empty(1, 16, FEW, 60, 104, dtype=torch.bfloat16, device="meta")
+    vae.enable_tiling(240, 416, 180, 312)
+    assert 0.96 <= unpatched_decoding_bytes(vae, *video_of(vae, z), in_tiles=True) / peak(vae, z) <= 1.15
 
 
 # What an H200 measured: height, width, frames, and the bytes of a decode, of one with a frame at a time, in tiles, and
