@@ -89,7 +89,9 @@ def test_the_kept_shares_of_every_family_are_told(name):
     assert (LEFT_OUT in {part.part for part in verification.parts}) == (name not in WHOLE)
 
 
-@pytest.mark.parametrize("name", ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame"])
+@pytest.mark.parametrize(
+    "name", ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame", "ltx2", "ltx2, a timestep per token"]
+)
 def test_the_sparse_blocks_of_every_family_that_has_them_pass(name):
     config = Sparse(topk=0.7, blocks=(5, 4), quantize=())
     verification = verify_family(name, torch.float32, config, sparse=True)

@@ -90,7 +90,9 @@ def test_lora_hooks_and_a_copy(name):
 
 
 @pytest.mark.parametrize("fuse", [("self_attention",), ("feed_forward",)])  # the latter calls its module as a whole
-@pytest.mark.parametrize("name", ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame"])
+@pytest.mark.parametrize(
+    "name", ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame", "ltx2", "ltx2, a timestep per token"]
+)
 def test_sparse_linear_attention_to_all_keys_is_attention_and_the_linear_branch(name, fuse):
     model = tiny_family_transformer(name)
     expected = output_of(name, model)
@@ -106,7 +108,7 @@ def test_sparse_linear_attention_to_all_keys_is_attention_and_the_linear_branch(
         assert relative_error(output_of(name, model), expected) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["skyreels", "animate", "anyflow far"])
+@pytest.mark.parametrize("name", ["skyreels", "animate", "anyflow far", "ltx2.3"])
 def test_models_without_sparse_linear_attention_are_refused(name):
     with pytest.raises(trp.PatchError, match="cannot have sparse-linear attention"):
         trp.patch(tiny_family_transformer(name), "sparse")

@@ -192,3 +192,18 @@ def test_gradients_match_unpatched():
         sum(stream.square().mean() for stream in model(**tiny_family_inputs("ltx2.3", model))).backward()
         gradients.append([parameter.grad for parameter in model.transformer_blocks.parameters()])
     assert all(relative_error(*pair) <= 1e-4 for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("fuse", [FUSION_GROUPS, ()])
+def test_sparse_attention_with_gates_of_heads_and_no_masks(fuse):
+    options = {"gated_attn": True}
+    model = tiny_family_transformer("ltx2", **options)
+    expected = output_of("ltx2", model)
+    for block in model.transformer_blocks:
+        block.attn1.proj_l = torch.nn.Linear(64, 64)
+        torch.nn.init.zeros_(block.attn1.proj_l.weight)
+        torch.nn.init.zeros_(block.attn1.proj_l.bias)
+    with trp.patch(model, trp.Sparse(topk=1.0, blocks=(16, 8), quantize=(), fuse=fuse)):
+        assert relative_error(output_of("ltx2", model), expected) <= 1e-5
+        with pytest.raises(ValueError, match="without a mask"):
+            output_of("ltx2", model, **CALLS["a mask of the video"][2])

@@ -6,6 +6,7 @@ import torch
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_ltx2 import FRAMES, HEIGHT, LTX2_PIPELINES, WIDTH, tiny_ltx2_call, tiny_ltx2_pipeline
+from turbo_rcm_patch.bench.cases import add_random_projections
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.patching.families.ltx2.forward import block_forward
@@ -116,6 +117,13 @@ def test_fit_knows_no_memory_of_its_vae():
         trp.fit(tiny_ltx2_pipeline(), "8 GB", height=HEIGHT, width=WIDTH, num_frames=FRAMES, device="cpu")
 
 
-def test_the_sparse_tier_is_refused():
-    with pytest.raises(trp.PatchError, match="cannot have sparse-linear attention"):
-        trp.patch(tiny_ltx2_pipeline(), "sparse")
+def test_the_sparse_tier_needs_projections():
+    pipe = tiny_ltx2_pipeline(dtype=torch.bfloat16)
+    with pytest.raises(trp.PatchError, match="has no proj_l"):
+        trp.patch(pipe, "sparse")
+    add_random_projections(pipe)
+    call = tiny_ltx2_call(dtype=torch.bfloat16)
+    del call["output_type"], call["generator"]
+    verification = verify(pipe, call, config=trp.Sparse(topk=0.3, blocks=(8, 8)))
+    assert verification.ok, verification_table(verification)
+    assert "SLA 2/9 blocks" in verification.patch_summary

@@ -32,12 +32,12 @@ BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of k
 class SparseForm(NamedTuple):
     """The facts about a family's self-attention that sparse-linear attention needs.
 
-    processor: the class of the processor that SparseAttnProcessor replaces. angles: (rotary) -> cos and sin, one angle
-    for each pair of channels, [B|1, S, H|1, D/2].
+    processor: the class of the processor that SparseAttnProcessor replaces. rotate: (attn, x [B, S, H, D], rotary) -> x
+    rotated by the self-attention's RoPE argument.
     """
 
     processor: type
-    angles: Callable[[object], tuple[torch.Tensor, torch.Tensor]]
+    rotate: Callable[[nn.Module, torch.Tensor, object], torch.Tensor]
 
 
 class SelfAttention(NamedTuple):
@@ -58,7 +58,7 @@ class SparseAttnProcessor:
 
     Attributes:
         original: the processor that it replaces.
-        angles: returns cos and sin from the attention's RoPE argument (`SparseForm`).
+        rotate: rotates queries and keys by the attention's RoPE argument (`SparseForm`).
         topk: the share of key blocks that each block of queries keeps.
         blocks: (queries, keys), the tokens in a block, or None for the published sizes.
         quantized: True if those are the published sizes for 8-bit attention.
@@ -70,13 +70,13 @@ class SparseAttnProcessor:
     def __init__(
         self,
         original: object,
-        angles: Callable,
+        rotate: Callable,
         topk: float,
         blocks: BlockSizes | None,
         implementation: str,
         quantized: bool = False,
     ):
-        self.original, self.angles = original, angles
+        self.original, self.rotate = original, rotate
         self.topk, self.blocks, self.implementation = topk, blocks, implementation
         self.quantized = quantized
         self.block_map: torch.Tensor | None = None
@@ -106,19 +106,25 @@ class SparseAttnProcessor:
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: object = None,
+        key_rotary_emb: object = None,
     ) -> torch.Tensor:
-        """Run hidden_states [B, S, C] -> [B, S, C]. Raises ValueError for a mask or encoder_hidden_states."""
-        if attention_mask is not None or encoder_hidden_states is not None:
+        """Run hidden_states [B, S, C] -> [B, S, C].
+
+        Raises ValueError for a mask, encoder_hidden_states, or RoPE of keys alone.
+        """
+        if any(given is not None for given in (attention_mask, encoder_hidden_states, key_rotary_emb)):
             raise ValueError("sparse-linear attention is a self-attention without a mask.")
         q, k, v = _project(attn, hidden_states)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         if rotary_emb is not None:
-            q, k = (rotate(x, *self.angles(rotary_emb)) for x in (q, k))
+            q, k = (self.rotate(attn, x, rotary_emb) for x in (q, k))
         if is_autocast(q.device):  # as scaled_dot_product_attention under it
             q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
         block_q, block_k = block_sizes(self, q.device)
         options = {"block_q": block_q, "block_k": block_k, "implementation": self.implementation}
         attended = attend(attn, partial(kernels.sparse_linear_attention, **options), q, k, v)
+        if getattr(attn, "to_gate_logits", None) is not None:  # LTX-2.3's factors of heads
+            attended = attended * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states)))[..., None]
         attended = attended.flatten(2, 3).type_as(q)
         for layer in attn.to_out:
             attended = layer(attended)
@@ -169,7 +175,7 @@ def use_processors(journal: Journal, attentions: SelfAttentions, config: PatchCo
     for _, attn, form in attentions:
         if has_projection(attn):
             options = (config.topk, config.blocks, config.implementation, config.in_8_bits("attention"))
-            journal.set(attn, "processor", SparseAttnProcessor(attn.processor, form.angles, *options))
+            journal.set(attn, "processor", SparseAttnProcessor(attn.processor, form.rotate, *options))
 
 
 def why_not_sparse(name: str, attentions: SelfAttentions) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from diffusers.models.transformers.transformer_ltx2 import (
     LTX2Attention,
+    LTX2AudioVideoAttnProcessor,
     LTX2VideoTransformer3DModel,
     LTX2VideoTransformerBlock,
 )
@@ -20,12 +21,14 @@ from torch import nn
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
+from ...steps.sparse_linear import SparseForm
 from ..family import Binding, Blocks, Family, Measured, Targets
 from .block import decide
 from .call import LTX2Block, usual_call
 from .forward import block_forward, block_inputs, time_embed_forward
 from .masks import MASKS, SeenMasks, transformer_forward
 from .measured import MODULES, self_attention_qkv, sub_layer_terms
+from .rope import rotate
 from .sizes import SIZES
 
 ATTENTIONS = {
@@ -67,6 +70,7 @@ LTX2 = Family(
             self_attention="attn1",
             measured=Measured(block_inputs, sub_layer_terms, self_attention_qkv),
             sizes=SIZES,
+            sparse=SparseForm(LTX2AudioVideoAttnProcessor, rotate),
         ),
     ),
     "proj_in",

@@ -27,12 +27,14 @@ from ...steps.layers import (
     why_not_brought_norm,
 )
 from ...steps.plan import MODULE, Call, Step
+from ...steps.sparse_linear import attention as sparse_attention
+from ...steps.sparse_linear import is_sparse
 from ..wan.block import quantized_attention, wide_attention
 from .call import LTX2Block, LTX2Call, Norm, Place, Prompt, norm_of
 from .rope import SPLIT
 from .sub_layers import CrossAttention, Given, SelfAttention, Storages, Whole
 
-PYTORCH = "PyTorch ops"
+PYTORCH, NEEDS_MASK = "PyTorch ops", "attention mask"
 SELF_STEPS = ("QKV projection", "QK-norm + RoPE", "attention", "projection + skip")
 CROSS_STEPS = ("Q projection", "K and V projections", "QK-norm + RoPE", "attention", "projection + skip")
 
@@ -59,6 +61,8 @@ def self_attention(
     call, stream, asked = ltx2_call.call, place.stream, ltx2_call.why_not_asked("self_attention")
     norm = norm_of(norm, place.stored, call, asked)
     reason = asked or _why_whole(attn, kind, ltx2_call, place)
+    if is_sparse(attn) and place.name in ltx2_call.masked:
+        reason = reason or NEEDS_MASK  # the processor refuses it
     if reason is not None:
         return _whole(attn, norm, Source("", None, 0), place, call, reason, SELF_STEPS)
     qkv, gates = qkv_projection(attn, stream.tokens, call), _head_gates(attn)
@@ -82,6 +86,8 @@ def _attention_within(
 ) -> tuple[Step | None, Step]:
     """Return the steps of a self-attention that put q, k and v in 8 bits, or None, and that attend."""
     call = ltx2_call.call
+    if is_sparse(attn):
+        return None, sparse_attention(attn, place.stream, call)
     if place.name in ltx2_call.masked:
         return None, _masked_attention(attn)
     if place.name != "video_self":  # a second of sound has 26 tokens
@@ -238,7 +244,7 @@ def _gate_heads(to_gate_logits: nn.Module, attended: torch.Tensor, normed: torch
 
 def _masked_attention(attn: nn.Module) -> Step:
     """Return attention with a mask: (q, k, v, mask [B, 1|S, L]) -> [B, S, H, D]."""
-    return Step(partial(_attend_with_mask, attn), "diffusers' attention", "attention mask")
+    return Step(partial(_attend_with_mask, attn), "diffusers' attention", NEEDS_MASK)
 
 
 def _attend_with_mask(attn, q, k, v, mask):
@@ -258,7 +264,7 @@ def why_not_fused_attention(attn: nn.Module, kind: LTX2Block) -> str | None:
     """Return why the attention module must be called as a whole, or None: a hook, or a processor of another class."""
     if type(attn) is kind.attention_class:
         processor = type(attn.processor)
-        if processor not in kind.processors:
+        if processor not in kind.processors and not is_sparse(attn):
             return f"processor {processor.__name__}"
         if not is_original(processor.__call__, processor):
             return f"{processor.__name__} changed by a program"

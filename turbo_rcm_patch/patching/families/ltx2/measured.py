@@ -8,12 +8,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ....kernels import reference
 from ...steps.residual import Storage
 from ..family import Outputs
 from .call import LTX2Block
 from .forward import Arguments
-from .rope import SPLIT, tables_of
+from .rope import rotate
 from .sub_layers import SUB_LAYERS, BlockPlan, Inputs, Whole
 
 MODULES = {
@@ -78,7 +77,5 @@ def self_attention_qkv(
     """Return the q, k and v [B, S, H, D] of the oracle's video self-attention, after norms and rotation."""
     attn = oracle.attn1
     q, k, v = (outputs[f"attn1.{name}"].unflatten(2, (attn.heads, -1)) for name in ("norm_q", "norm_k", "to_v"))
-    tables = tables_of(Arguments(*args, **kwargs).video_rotary_emb, attn)
-    if tables is None:
-        return q, k, v
-    return (*(reference.rotate(x, *tables, attn.rope_type == SPLIT) for x in (q, k)), v)
+    rotary = Arguments(*args, **kwargs).video_rotary_emb
+    return (q, k, v) if rotary is None else (rotate(attn, q, rotary), rotate(attn, k, rotary), v)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2Attention
 
+from ....kernels import reference
 from ...steps.layers import Tables
 from .sub_layers import Rotary
 
@@ -22,6 +23,11 @@ def tables_of(rotary: Rotary | None, attn: torch.nn.Module) -> Tables | None:
     if attn.rope_type == SPLIT:
         return tuple(table.transpose(1, 2) for table in rotary)
     return tuple(table.unflatten(2, (attn.heads, -1))[..., 0::2] for table in rotary)
+
+
+def rotate(attn: torch.nn.Module, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotate the heads of x [B, S, H, D] as an attention's own processor does."""
+    return reference.rotate(x, *tables_of(rotary, attn), attn.rope_type == SPLIT)
 
 
 def why_not_read(rotary: Rotary | None, x: torch.Tensor, attn: torch.nn.Module) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import nn
 
 from ....config import PatchConfig
 from ...steps.plan import SHARED, Shared
-from ...steps.sparse_linear import SparseForm
+from ...steps.sparse_linear import SparseForm, rotate
 from ..family import Blocks, Measured, Targets
 from .block import WanBlock, decide, usual_call
 from .measured import self_attention_qkv, sub_layer_terms
@@ -44,7 +46,7 @@ def wan_blocks(
     can_be_sparse: True if sparse-linear attention may take the place of the self-attention.
     """
     parts = {"attn1": kind.attention_class, "attn2": kind.attention_class, "ffn": nn.Module}
-    sparse = SparseForm(kind.self_processor, kind.angles) if can_be_sparse else None
+    sparse = SparseForm(kind.self_processor, partial(_rotate, kind)) if can_be_sparse else None
     measured = Measured(inputs, sub_layer_terms, self_attention_qkv)
     return Blocks(
         name=name,
@@ -61,6 +63,10 @@ def wan_blocks(
         random_weights=RANDOM_WEIGHTS,
         sparse=sparse,
     )
+
+
+def _rotate(kind: WanBlock, attn: nn.Module, x: torch.Tensor, rotary: object) -> torch.Tensor:
+    return rotate(x, *kind.angles(rotary))
 
 
 def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
