@@ -2,6 +2,7 @@
 
 import json
 
+import numpy
 import pytest
 import torch
 from diffusers import DiffusionPipeline
@@ -33,6 +34,7 @@ def test_a_report_is_markdown_without_what_is_private(saved_models, monkeypatch,
     assert f"| torch | {torch.__version__} |\n" in printed
     assert f"| turbo_rcm_patch | {trp.__version__} |\n" in printed
     assert "| TRITON_INTERPRET | 1 |\n" in printed
+    assert f"| numpy | {numpy.__version__} |\n" in printed
     assert f"Not tested with torch {torch.__version__} (the tests run with 2.1 at most)." in printed
     assert "self_attention" in printed
     assert printed.count("\n```\n") == 4  # the summary and the memory of the model

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -18,6 +20,7 @@ from .files import write_json
 from .model_memory import memory_of_model
 from .pipelines import choose_device, choose_dtype
 
+OTHER_PACKAGES = ("accelerate", "huggingface_hub", "numpy", "safetensors", "peft", "torchao", "gguf", "kernels")
 # Variables that change what runs. Others are left out of a report, because they may be private.
 SETTINGS = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}")
@@ -47,10 +50,14 @@ def info(arguments: argparse.Namespace) -> int:
 def _report(environment: dict[str, object], paragraphs: list[str]) -> str:
     """Return the same as Markdown, without what is private."""
     rows = {**environment, "system": platform.platform()}
+    for name in OTHER_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            rows[name] = importlib.metadata.version(name)
     rows |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
     lines = ["| what | here |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
     note = untested_note()
     parts = ["### turbo-rcm info", "\n".join(lines), *([note] if note else [])]
+    parts.append("Kernels of the tiny model that the package includes:")
     parts += [f"```\n{text}\n```" for text in paragraphs]
     return without_private("\n\n".join(parts))
 
