@@ -59,8 +59,14 @@ class WholeModel:
         """partial: True if the file and the model may each lack parts of the other. ``unfit`` then lists the parts.
 
         Quantised weights of unknown formats raise ValueError even so: their values mean nothing without their scales.
-        So do weights with scales: what two such files differ by is mostly rounding.
+        So do weights with scales: what two such files differ by is mostly rounding. So does any file for a model of
+        another kind than Wan's, because only Wan's published names are known.
         """
+        if not hasattr(model, "blocks"):
+            raise ValueError(
+                f"{source} cannot go into the {type(model).__name__}, whose published names are not known here; load "
+                f"it with {type(model).__name__}.from_single_file."
+            )
         self.source, self.quantized, self.unfit = str(source), [], []
         self._prefix = _prefix_of(next(iter(tensors)))
         found: dict[str, str] = {}

@@ -7,6 +7,7 @@ from peft import LoraConfig
 
 import turbo_rcm_patch as trp
 from tests.official_names import official_state_dict
+from tests.patching.pairs import output_of
 from tests.patching.turbowan import SAGE, SLA, turbo_weights
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
@@ -35,6 +36,26 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(saved, change, opti
         trp.load_turbodiffusion(saved(weights), model, **options)
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_model_of_another_kind_is_refused_and_nothing_is_changed(saved):
+    model = tiny_family_transformer("ltx2")
+    expected = output_of("ltx2", model)
+    path = saved(official_state_dict(tiny_wan_transformer()))
+    with pytest.raises(trp.PatchError, match=r"cannot go into the LTX2Video\w+.*from_single_file"):
+        trp.load_turbodiffusion(path, model, attention="dense")
+    with pytest.raises(trp.PatchError, match="cannot go into the LTX2Video"):
+        trp.merge_turbodiffusion(path, path, model)
+    assert torch.equal(output_of("ltx2", model), expected)
+    assert "forward" not in vars(model.transformer_blocks[0])
+
+
+def test_an_ltx_2_file_does_not_fit_wan(saved):
+    model = tiny_wan_transformer()
+    prefixed = {f"model.diffusion_model.{k}": v for k, v in tiny_family_transformer("ltx2").state_dict().items()}
+    with pytest.raises(trp.PatchError, match="cannot load"):
+        trp.load_turbodiffusion(saved(prefixed), model, attention="dense")
     assert "forward" not in vars(model.blocks[0])
 
 
