@@ -1,5 +1,6 @@
 """Devices of the tests: a CUDA GPU if there is one, else Triton's CPU interpreter, switched on before any import."""
 
+import gc
 import logging
 import os
 import sys
@@ -25,6 +26,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     speed_up()
 
+gc.set_threshold(20_000, 20, 20)  # by default the collector takes a tenth of the tests' time
+
 # Before and after each test pytest goes through all loggers that do not propagate. PyTorch has 50.
 for logger in logging.root.manager.loggerDict.values():
     logger.propagate = True
@@ -42,7 +45,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Start what forks processes for tests of several, before a test runs."""
+    """Spare the collector what is there now, and start what forks processes for tests of several."""
+    gc.freeze()
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].fork_before_tests()
 
