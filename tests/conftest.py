@@ -8,6 +8,7 @@ import sys
 # pytest's workers share the cores. With more threads than cores they wait for each other and take three times as long.
 # PyTorch and NumPy, in which the interpreter computes, read this when they are imported.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    gc.disable()  # until all is imported
     threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
 
@@ -47,8 +48,14 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Spare the collector what is there now, and start what forks processes for tests of several."""
     gc.freeze()
+    gc.enable()
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].fork_before_tests()
+
+
+def pytest_unconfigure():
+    """Let the collector free everything at the end, else nanobind reports leaks."""
+    gc.unfreeze()
 
 
 def pytest_generate_tests(metafunc):
