@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import psutil
 import torch
@@ -21,7 +21,7 @@ from ..wording import with_article
 from .choose import Placement, choose, smallest
 from .components import Component, components_both_ways, components_of
 from .pinned import SLAB
-from .stages import Patched, Stage, Video, stages_of
+from .stages import Patched, Stage, Video, graphs_bytes, stages_of
 from .streaming import stop_streaming, stream
 
 CONTEXT = 600 * 10**6  # bytes that CUDA's context and the kernels' code take beside torch's allocator
@@ -200,8 +200,10 @@ def plan_for(patched: Patched, video: Video, budget: int) -> MemoryPlan:
 
 
 def _components(patched: Patched) -> list[Component]:
-    found = components_both_ways if patched.both_ways else components_of
-    return found(patched.models, patched.config)
+    """Return the bytes of each model. CUDA graphs count as the text encoder's, because they stay between calls."""
+    found = (components_both_ways if patched.both_ways else components_of)(patched.models, patched.config)
+    held = graphs_bytes(patched.models)
+    return [replace(c, weights=c.weights + held) if c.name == "text_encoder" else c for c in found]
 
 
 def _models_of(pipe: object) -> dict[str, nn.Module]:

@@ -69,20 +69,10 @@ class Stage(NamedTuple):
 
 
 def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
-    """Yield the stages in which a pipeline makes a video.
+    """Yield the stages in which a pipeline makes a video, and those beside them.
 
-    A transformer without a VAE has latents of the size of Wan 2.1's. CUDA graphs of a text encoder keep the memory that
-    they compute with in all stages.
+    A transformer without a VAE has latents of the size of Wan 2.1's.
     """
-    encoder = patched.models.get("text_encoder")
-    held = encoder_bytes(encoder, TEXT_TOKENS) if encoder is not None and has_graphs(encoder) else 0
-    beside = () if patched.beside is None else patched.beside(patched, video)
-    for stage in (*_stages(patched, video), *beside):
-        in_tiles = None if stage.in_tiles is None else stage.in_tiles + held
-        yield stage._replace(computing=stage.computing + held, in_tiles=in_tiles)
-
-
-def _stages(patched: Patched, video: Video) -> Iterator[Stage]:
     models = patched.models
     vae = models.get("vae")
     if (encoder := models.get("text_encoder")) is not None:
@@ -100,6 +90,14 @@ def _stages(patched: Patched, video: Video) -> Iterator[Stage]:
     if vae is not None:
         decoding = [decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
         yield Stage("decoding", ("vae",), *decoding, within=lambda free: decoding_bytes(vae, *video, free=free))
+    if patched.beside is not None:
+        yield from patched.beside(patched, video)
+
+
+def graphs_bytes(models: Mapping[str, nn.Module]) -> int:
+    """Return the bytes that the text encoder's CUDA graphs keep: those that it computes with."""
+    encoder = models.get("text_encoder")
+    return encoder_bytes(encoder, TEXT_TOKENS) if encoder is not None and has_graphs(encoder) else 0
 
 
 def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:

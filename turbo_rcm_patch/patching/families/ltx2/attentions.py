@@ -40,7 +40,7 @@ CROSS_STEPS = ("Q projection", "K and V projections", "QK-norm + RoPE", "attenti
 
 
 class Source(NamedTuple):
-    """What an attention attends to: a prompt or the other stream.
+    """The tokens that an attention attends to, those of a prompt or of the other stream.
 
     name: of the step that makes it. norm: this step, or None for a prompt as it is. tokens: over all samples.
     """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ...steps.residual import Storage
 from ..family import Outputs
+from ..wan.measured import on_the_norm_of
 from .call import LTX2Block
 from .forward import Arguments
 from .rope import rotate
@@ -52,7 +52,7 @@ def sub_layer_terms(
             held = plan.residual[own]
             stored = (inputs.x, inputs.audio)[own] if name in FIRST else _stored(kept[own], held)
             source = (sources[name],) if name in sources else ()
-            twin = _on_the_norm_of(seen.get(name, stored), sub_layer)
+            twin = on_the_norm_of(seen.get(name, stored), sub_layer)
             result = twin.run(torch.zeros_like(stored), given, *source)
             yield f"{stream} {group}", result.float() * (1.0 if name in LAST else held.scale), added
         kept[own] = kept[own] + added
@@ -60,15 +60,6 @@ def sub_layer_terms(
 
 def _stored(x: torch.Tensor, storage: Storage) -> torch.Tensor:
     return (x / storage.scale).to(storage.dtype)
-
-
-def _on_the_norm_of(stored: torch.Tensor, sub_layer):
-    """Return a sub-layer whose norm is that of these hidden states, whatever residual it adds to.
-
-    On a residual of zeros, its result is its term alone, which a sum with large hidden states would round.
-    """
-    norm = sub_layer.norm
-    return replace(sub_layer, norm=norm._replace(run=lambda _, *rest: norm.run(stored, *rest)))
 
 
 def self_attention_qkv(

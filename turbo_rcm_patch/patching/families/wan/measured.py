@@ -41,13 +41,13 @@ def sub_layer_terms(
         added = _by_token(gates[name], x) * outputs[module].view(x.shape)
         if not isinstance(sub_layer, Whole):
             stored = x if name == "self_attention" else (kept / plan.residual.scale).to(plan.residual.dtype)
-            result = _on_the_norm_of(stored, sub_layer).run(torch.zeros_like(stored), *arguments[name])
+            result = on_the_norm_of(stored, sub_layer).run(torch.zeros_like(stored), *arguments[name])
             scale_of_result = 1.0 if name == "feed_forward" else plan.residual.scale
             yield name, result.float() * scale_of_result, added
         kept = kept + added
 
 
-def _on_the_norm_of(stored: torch.Tensor, sub_layer):
+def on_the_norm_of(stored: torch.Tensor, sub_layer):
     """Return a sub-layer whose norm is that of these hidden states, whatever residual it adds to.
 
     On a residual of zeros, its result is its term alone, which a sum with large hidden states would round.
