@@ -75,6 +75,16 @@ def test_every_module_with_the_token_embeddings_reads_them_on_the_host(everythin
     assert encoder.encoder.embed_tokens in hooked  # another module with the same weight
 
 
+def test_a_decoder_with_few_frames_gets_its_limit_until_undo(monkeypatch):
+    monkeypatch.setattr(plan_module, "choose", lambda *_: Placement(frozenset(), tiles=False, decoding=2 * 10**9))
+    pipe = tiny_wan_pipeline()
+    plan = fit_on_the_cpu(pipe)
+    assert vars(pipe.vae)[plan_module.LIMIT] == 2 * 10**9
+    assert "on whole frames, as many at a time as 2.00 GB hold" in str(plan)
+    plan.undo()
+    assert plan_module.LIMIT not in vars(pipe.vae)
+
+
 def test_the_plan_says_where_everything_is(everything_streams):
     text = str(fit_on_the_cpu(tiny_wan_pipeline("i2v")))
     for words in (
