@@ -66,21 +66,23 @@ def main(argv: list[str] | None = None) -> int:
     pipe = random_pipeline(options.config, options.experts, device)
     trp.use_rcm(pipe)
     pipe.set_progress_bar_config(disable=True)
+    settings = {
+        "config": options.config,
+        "experts": options.experts,
+        **size,
+        "tokens": TOKENS,
+        "steps": STEPS,
+        "repeats": options.repeats,
+        "bus_bytes_per_second": bus_speed(device),
+    }
+    environment = asdict(describe_environment(device))
     rows = []
     for row in all_rows(pipe, options, size, device):
         rows.append(row)
         print(table([HEADER, cells(row)]), flush=True)
+        if options.json is not None:  # after each row, so that a run that is cut off leaves what it measured
+            write_json(options.json, {"settings": settings, "environment": environment, "cards": rows})
     print(table([HEADER, *map(cells, rows)]))
-    if options.json is not None:
-        settings = {"config": options.config, "experts": options.experts, **size}
-        settings |= {
-            "tokens": TOKENS,
-            "steps": STEPS,
-            "repeats": options.repeats,
-            "bus_bytes_per_second": bus_speed(device),
-        }
-        environment = asdict(describe_environment(device))
-        write_json(options.json, {"settings": settings, "environment": environment, "cards": rows})
     return 0 if all(row["seconds"] is not None for row in rows if row["variant"] in options.presets) else 1
 
 
@@ -88,8 +90,9 @@ def all_rows(pipe: DiffusionPipeline, options: argparse.Namespace, size: dict, d
     """Yield the rows of diffusers' own offloading, and those of each tier."""
     if options.rivals:
         pipe.to("cpu")
-        for card, (name, offloaded) in itertools.product(options.vram, OFFLOADING.items()):
-            yield {"variant": name, "card": card, **rival_row(pipe, card, offloaded, size, options.repeats, device)}
+    for card, rival in itertools.product(options.vram, options.rivals):
+        row = rival_row(pipe, card, OFFLOADING[rival], size, options.repeats, device)
+        yield {"variant": f"diffusers, offloading by {rival}", "card": card, **row}
     for preset in options.presets:
         pipe.to(device)
         last = preset == options.presets[-1]
@@ -162,9 +165,9 @@ def model_offloaded(pipe: DiffusionPipeline, device: torch.device) -> Iterator[N
 
 
 OFFLOADING = {
-    "diffusers, offloading by blocks": group_offloaded("block_level"),
-    "diffusers, offloading by leaves": group_offloaded("leaf_level"),
-    "diffusers, offloading by models": model_offloaded,
+    "blocks": group_offloaded("block_level"),
+    "leaves": group_offloaded("leaf_level"),
+    "models": model_offloaded,
 }
 
 
@@ -343,7 +346,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         help="tiers, sparse last",
     )
     parser.add_argument("--text-encoder", choices=("8bit",), help="run the last tier with it in 8 bits too")
-    parser.add_argument("--rivals", action="store_true", help="run diffusers' own offloading too")
+    parser.add_argument("--rivals", nargs="*", choices=OFFLOADING, default=[], help="diffusers' own offloading too")
     parser.add_argument("--vram", nargs="+", default=["8 GB"], help="cards, such as 8GB")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)

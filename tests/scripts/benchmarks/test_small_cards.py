@@ -74,11 +74,12 @@ def test_a_card_that_is_too_small_is_told_in_the_table():
 def test_on_a_gpu(tmp_path):
     path = tmp_path / "cards.json"
     sizes = ["--height", "64", "--width", "96", "--frames", "5", "--repeats", "1"]
-    tiers = ["--presets", "exact", "quantized", "sparse", "--rivals", "--text-encoder", "8bit"]
-    assert small_cards.main(["--config", "tiny", "--vram", "1GB", *sizes, *tiers, "--json", str(path)]) == 0
+    rivals = ["--rivals", *small_cards.OFFLOADING]
+    tiers = ["--presets", "exact", "quantized", "sparse", "--text-encoder", "8bit"]
+    assert small_cards.main(["--config", "tiny", "--vram", "1GB", *sizes, *tiers, *rivals, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["cards"]
     assert [(row["variant"], row["card"]) for row in rows] == [
-        *((name, "1GB") for name in small_cards.OFFLOADING),
+        *((f"diffusers, offloading by {rival}", "1GB") for rival in small_cards.OFFLOADING),
         *((tier, card) for tier in TIERS for card in (None, "1GB")),
     ]
     for row in rows:
