@@ -44,6 +44,14 @@ def find_files(source: Source | Sequence[Source | None], experts: int) -> list[P
     return [None if one is None else find_files(one, 1)[0] for one in sources]
 
 
+def is_published(source: Path) -> bool:
+    """True for a file, and for a folder with weights as their authors publish them, without diffusers' configs."""
+    if not source.is_dir():
+        return source.is_file()
+    names = {path.name for path in source.iterdir()}
+    return not {"config.json", *COMPONENTS} & names and any(name.endswith(SUFFIXES) for name in names)
+
+
 def experts_in(name: str) -> set[str]:
     """Return the EXPERTS that are words of a file's name: "I2VHighNoise" has one, "slow" and "highres" have none."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name).lower()

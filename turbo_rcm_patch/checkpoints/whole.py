@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 
 from .lazy import LazyTensor, Tensors
@@ -303,3 +304,14 @@ def copy_into(model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> 
                 modules[path]._parameters[own] = nn.Parameter(tensor.clone(), parameter.requires_grad)
             else:
                 parameter.copy_(tensor)
+
+
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move buffers that no file holds, such as RoPE tables, to the device. Make the ones on meta from the config."""
+    with init_empty_weights():
+        fresh = type(model).from_config(model.config)
+    for path, module in fresh.named_modules():
+        buffers = model.get_submodule(path)._buffers
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers[name] = (buffer if buffers[name].is_meta else buffers[name]).to(device)

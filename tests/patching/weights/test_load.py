@@ -122,7 +122,7 @@ def test_pipelines_and_shards(tmp_path):
     for name in ("transformer", "transformer_2"):
         assert torch.equal(output_of(getattr(other, name)), output_of(getattr(pipe, name)))
     alone = empty(tmp_path / "out/transformer_2")
-    load_converted(tmp_path / "out/transformer_2", alone, CONFIG)
+    load_converted(tmp_path / "out/transformer_2" / FILE, alone, CONFIG)  # the file means its folder
     assert torch.equal(output_of(alone), output_of(pipe.transformer_2))
     both = "transformer and transformer_2"
     for folder, model, message in (
@@ -242,7 +242,7 @@ def test_folders_that_hold_nothing(stored, tmp_path):
 def test_a_patched_model_and_another_tier(stored):
     with trp.patch(model := tiny_wan_transformer()), pytest.raises(trp.PatchError, match="is patched already"):
         load_converted(stored, model, CONFIG)
-    with pytest.raises(ValueError, match="the config is of the exact tier; give the preset that it was stored for"):
+    with pytest.raises(ValueError, match="the config is of the exact tier; give the preset that they were stored for"):
         load_converted(stored, model, "exact")
 
 

@@ -64,6 +64,21 @@ def test_the_values_run_as_they_are(file, prefix, scale, by_row, dtype):
     assert "adds a relative error" not in patch.summary()
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_load_converted_takes_them_too(file, dtype):
+    """As it takes a folder of `convert`: without original weights, also where values are converted."""
+    weights = scaled(dtype=dtype)
+    path = file(weights)
+    for source in (path, str(path.parent)):
+        model = tiny_wan_transformer(**SIZE)
+        patch = trp.load_converted(source, model)
+        assert relative_error(run(model), literal(without_scales(weights), model, sla=None)) < QUANTIZED.limits.block
+        with pytest.raises(trp.PatchError, match="weights of 20 linears were freed"):
+            patch.restore()
+    if dtype == E4M3:
+        assert_as_in_the_file(model, weights, without_scales(weights))
+
+
 def test_other_spellings_of_the_same(file):
     """A format in the file's metadata, one without any, as LightX2V writes it, and unscaled values."""
     weights = scaled(by_row=True, **COMFY)
@@ -137,14 +152,15 @@ def test_there_are_no_originals(file):
         model.state_dict()
 
 
-def test_two_experts_in_a_pipeline(file):
+@pytest.mark.parametrize("load", [trp.load_turbodiffusion, trp.load_converted])
+def test_two_experts_in_a_pipeline(file, load):
     pipe = tiny_wan_pipeline("wan22")
     models = pipe.transformer, pipe.transformer_2
     weights = [
         scaled(model, scale=scale) for model, scale in zip(models, ("scale_weight", "weight_scale"), strict=True)
     ]
     paths = [file(each, f"{name}.safetensors") for name, each in zip(("high", "low"), weights, strict=True)]
-    trp.load_turbodiffusion(paths, pipe, "quantized")
+    load(paths, pipe, "quantized")
     for model, each in zip(models, weights, strict=True):
         assert_as_in_the_file(model, each, without_scales(each))
 
@@ -349,8 +365,11 @@ def test_a_failure_half_way_brings_the_weights_back(file, monkeypatch):
 
 def test_bad_options(file):
     model, path = tiny_wan_transformer(**SIZE), file(scaled())
-    with pytest.raises(trp.PatchError, match=r"is a file; load it with trp\.load_turbodiffusion"):
-        trp.load_converted(path, model)
+    with pytest.raises(ValueError, match=r"device='cuda' is for a converted folder; leave it out"):
+        trp.load_converted(path, model, device="cuda")
+    with pytest.raises(ValueError, match=r"stored in 8 bits, but the config is of the exact tier"):
+        trp.load_converted(path, model, "exact")
+    assert not quantized_linears(model)
     with pytest.raises(ValueError, match="either a config or attention, topk and blocks, not both"):
         trp.load_turbodiffusion(path, model, "quantized", attention="dense")
     for options in ({}, {"config": "sparse"}):

@@ -18,7 +18,8 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
 
-from ...checkpoints.files import COMPONENTS
+from ...checkpoints.files import COMPONENTS, Source, is_published
+from ...checkpoints.whole import fill_buffers
 from ...config import Exact, PatchConfig, Quantized, Sparse, resolve_config
 from ...keep_list import keeps_weights
 from ...kernels.quantized import FP8, INT8, QuantizedWeight
@@ -29,13 +30,14 @@ from ..journal import Journal
 from ..steps.sparse_linear import PROJ_L, add_projections, by_attention, is_projection, use_processors
 from .convert import convertible_linears, put_in_8_bits
 from .tensor_files import read_header
+from .turbodiffusion import load_turbodiffusion
 
 FILE, VERSION = "weights-8bit.safetensors", "1"
 WEIGHT, SCALE, NORM = ".weight", ".weight_scale", ".weight_norm"
 
 
 def load_converted(
-    folder: str | Path,
+    folder: Source | Sequence[Source],
     target: object,
     config: PatchConfig | str = "quantized",
     *,
@@ -48,30 +50,35 @@ def load_converted(
     weights to use.
 
     Args:
-        folder: the folder that ``turbo-rcm convert`` wrote.
+        folder: the folder that ``turbo-rcm convert`` wrote, or the file in it. Or a file of other tools, perhaps in its
+            own folder, or two for two experts: (high, low). `load_turbodiffusion` reads these, in the formats that it
+            names.
         target: a diffusers pipeline or its transformer.
         config: a configuration of the tier that the folder was written for, or its preset. `restorable` is ignored.
-        device: the device for the weights. None: the transformer's device, or the CPU if it is on the meta device.
+        device: the device for a folder's weights. None: the transformer's device, or the CPU if it is on the meta
+            device. A file's weights always go there.
 
     Raises:
         PatchError: the folder is of another version or model, or tensors are missing, unexpected or of another shape,
             or in 8 bits although `keep` names them. The error lists them all, and the model is unchanged. Also as
             `patch`.
-        ValueError, TypeError: the config is of a tier that computes nothing in 8 bits.
+        ValueError, TypeError: the config is of a tier that computes nothing in 8 bits, or a device is given for a file.
     """
     config = resolve_config(config)
     if not config.in_8_bits("linears"):
         means = f"is of the {config.tier.name} tier" if isinstance(config, Exact) else "has no 'linears' in quantize"
         raise ValueError(
-            f"the folder holds weights in 8 bits, but the config {means}; give the preset that it was stored for."
+            f"the weights are stored in 8 bits, but the config {means}; give the preset that they were stored for."
         )
     config = dataclasses.replace(config, restorable=False)
+    if not isinstance(folder, (str, Path)) or _is_of_others(Path(folder).expanduser()):
+        if device is not None:
+            raise ValueError(f"device={str(device)!r} is for a converted folder; leave it out, and move the model.")
+        return load_turbodiffusion(folder, target, config)
     models = transformers_of(target)
     check_patchable(models)
-    if Path(folder).is_file():
-        raise PatchError(f"cannot load: {folder} is a file; load it with trp.load_turbodiffusion.")
     try:
-        folders = _folders_for(Path(folder), models)
+        folders = _folders_for(Path(folder).expanduser(), models)
         stored = {
             name: _Stored(folders[name], model, config.keep, sparse=isinstance(config, Sparse))
             for name, model in models.items()
@@ -129,8 +136,12 @@ def read_vae_config(transformer: Path) -> dict:
     return read_config(folder) if (folder / "config.json").is_file() else {}
 
 
+def _is_of_others(source: Path) -> bool:
+    return is_published(source) and source.name != FILE
+
+
 def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Path]:
-    folders = component_folders(folder)
+    folders = component_folders(folder.parent if folder.name == FILE else folder)
     if len(models) == 1 and len(folders) == 1:
         return dict.fromkeys(models, *folders.values())
     if set(models) != set(folders):
@@ -207,17 +218,6 @@ class _Stored:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, own = name.rpartition(".")
     return model.get_submodule(path), own
-
-
-def fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers that no file holds, such as RoPE tables, to the device. Make the ones on meta from the config."""
-    with init_empty_weights():
-        fresh = type(model).from_config(model.config)
-    for path, module in fresh.named_modules():
-        buffers = model.get_submodule(path)._buffers
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                buffers[name] = (buffer if buffers[name].is_meta else buffers[name]).to(device)
 
 
 def _config_differences(stored: dict, model: nn.Module) -> list[str]:

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ...checkpoints.files import COMPONENTS
-from ...checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
+from ...checkpoints.files import is_published
+from ...checkpoints.lazy import LazyTensor, open_tensors, shards
 from ...checkpoints.whole import Weight, WholeModel
 from ...config import Exact, PatchConfig, Sparse
 from ...kernels.quantized import QuantizedWeight
@@ -104,15 +104,9 @@ class _Model:
 
 def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
     """Return the transformers in a source by their names in a pipeline; "" for one alone."""
-    if source.is_file() or _is_published(source):
+    if is_published(source):
         return {"": _of_file(source, stack)}
     return {name: _of_folder(folder, stack) for name, folder in component_folders(source).items()}
-
-
-def _is_published(folder: Path) -> bool:
-    """True if a folder holds weights as their authors publish them, without diffusers' configs."""
-    names = {path.name for path in folder.iterdir()}
-    return not {"config.json", *COMPONENTS} & names and any(name.endswith(SUFFIXES) for name in names)
 
 
 def _of_folder(folder: Path, stack: ExitStack) -> _Model:

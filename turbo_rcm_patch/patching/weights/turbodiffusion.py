@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...checkpoints.files import COMPONENTS
+from ...checkpoints.files import COMPONENTS, Source
 from ...checkpoints.lazy import open_tensors
 from ...checkpoints.names import modules_of
-from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_of
+from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, fill_buffers, parameters_of
 from ...config import Exact, PatchConfig, Sparse, resolve_config
 from ..apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
 from ..families import family_of
@@ -25,13 +25,10 @@ from ..steps.sparse_linear import add_projections, why_not_replaceable
 from .convert import capability_of, convertible_linears, from_file_note, has_format, is_quantized, put_in_8_bits
 from .group_offload import ON_DISK, groups_of, is_on_disk, write_through
 from .linear_8bit import error_of, from_values
-from .load import fill_buffers
 
 # For each value of `attention`, the parts of a block that run in 8 bits.
 IN_8_BITS = {"sagesla": ("attention", "linears"), "sla": ()}
 ATTENTIONS = (*IN_8_BITS, "dense")
-
-Source = str | Path
 
 
 def load_turbodiffusion(
