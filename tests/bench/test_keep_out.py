@@ -223,6 +223,36 @@ def test_parts_leave_until_the_step_keeps_its_limit_and_none_that_need_not():
         assert max(step.with_list for step in errors) > limit
 
 
+class Part:
+    """A part that only tells where it is."""
+
+    in_8_bits = True
+
+    def leave(self):
+        assert self.in_8_bits
+        self.in_8_bits = False
+
+    def come_back(self):
+        assert not self.in_8_bits
+        self.in_8_bits = True
+
+
+@pytest.mark.parametrize(
+    ("enough", "expected"),
+    [({"small"}, {"small"}), ({"small", "large"}, {"small", "large"}), ({"middle"}, {"middle"}), ({"none"}, set())],
+)
+def test_parts_that_left_in_vain_come_back(enough, expected):
+    """The limit is kept once all of ``enough`` have left. Alone, other parts err more, so these leave first."""
+    parts = {name: [Part(), Part()] for name in ("small", "large", "middle")}
+    search = module._Search(None, QUANTIZED.limits, parts)
+    errors = {"small": 2, "large": 9, "middle": 5}
+    search._alone = {name: module.Judged("", 1, module.BLOCK, error, 1) for name, error in errors.items()}
+    search._settle(list(parts), lambda: module.Judged("", 1, module.BLOCK, 0 if enough <= set(search.left) else 2, 1))
+    assert set(search.left) == expected
+    assert {name for name, members in parts.items() if not any(m.in_8_bits for m in members)} == expected
+    assert bool(search._unmet) == (not expected)
+
+
 def test_what_no_list_can_fix_is_said():
     pipe = pipeline(dtype=torch.bfloat16)
     found = find_keep_out(pipe, ONE_STEP, config=with_limits(factor=0.0, block=1e-9))
