@@ -38,11 +38,11 @@ def tiny_ltx2_pipeline(kind="text", dtype=torch.float32):
     return pipe
 
 
-def tiny_ltx2_call(kind="text", dtype=torch.float32, **overrides):
+def tiny_ltx2_call(kind="text", dtype=torch.float32, device="cpu", **overrides):
     """Keyword arguments of a fast ``pipe(...)`` call with guidance. It returns latents of the video and the sound."""
     generator = torch.Generator().manual_seed(4)
-    prompts = torch.randn(2, 1, PROMPT_TOKENS, TEXT_DIM * ENCODER_LAYERS, generator=generator).to(dtype)
-    mask = (torch.arange(PROMPT_TOKENS) >= 3).long()[None]  # padded on the left
+    prompts = torch.randn(2, 1, PROMPT_TOKENS, TEXT_DIM * ENCODER_LAYERS, generator=generator).to(device, dtype)
+    mask = (torch.arange(PROMPT_TOKENS, device=device) >= 3).long()[None]  # padded on the left
     call = {
         "prompt_embeds": prompts[0],
         "prompt_attention_mask": mask,

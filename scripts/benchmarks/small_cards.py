@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as `generate --vram` does
+
 import torch
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
 from PIL import Image
@@ -60,7 +62,6 @@ class RandomTokens:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as `generate --vram` does
     device = torch.device("cuda")
     size = {"height": options.height, "width": options.width, "num_frames": options.frames}
     pipe = random_pipeline(options.config, options.experts, device)

@@ -26,16 +26,16 @@ def assert_same(outputs, expected, limit=EXACT.limits.fp32):
 def test_every_pipeline_makes_the_same_video_and_sound(kind, on):
     pipe = tiny_ltx2_pipeline(kind).to(on)
     limit = EXACT.limits.fp32 if on == "cpu" else 1e-4
-    expected = {output: pipe(**tiny_ltx2_call(kind, output_type=output)) for output in ("latent", "np")}
+    expected = {output: pipe(**tiny_ltx2_call(kind, device=on, output_type=output)) for output in ("latent", "np")}
     with trp.patch(pipe) as patch:
         assert pipe.transformer.transformer_blocks[0].forward.__func__ is block_forward
         for output, theirs in expected.items():
-            assert_same(pipe(**tiny_ltx2_call(kind, output_type=output)), theirs, limit)
+            assert_same(pipe(**tiny_ltx2_call(kind, device=on, output_type=output)), theirs, limit)
         summary = patch.summary()
     assert "attention mask" not in summary  # the connectors' masks hide nothing
     assert "vae: AutoencoderKLLTX2Video, as without the patch" in summary
     assert "connectors" in summary
-    assert_same(pipe(**tiny_ltx2_call(kind)), expected["latent"], 0.0)
+    assert_same(pipe(**tiny_ltx2_call(kind, device=on)), expected["latent"], 0.0)
 
 
 @pytest.mark.parametrize("config", ["exact", "quantized", trp.BlockSparse(mass=0.7, blocks=(8, 8), min_tokens=1)])
@@ -99,7 +99,8 @@ def test_offloading_on_a_gpu(offload, first):
     steps = [lambda: getattr(patched, offload)(**options), lambda: trp.patch(patched)]
     for step in steps if first == "offload" else reversed(steps):
         step()
-    assert_same(patched(**tiny_ltx2_call()), plain(**tiny_ltx2_call()), 1e-4)
+    patched_outputs, expected = (pipe(**tiny_ltx2_call(device="cuda")) for pipe in (patched, plain))
+    assert_same(patched_outputs, expected, 1e-4)
 
 
 def test_exact_steps_are_counted():
