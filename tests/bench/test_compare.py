@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -211,6 +212,20 @@ def test_memory_that_one_variant_keeps_is_not_counted_for_another(pipe, monkeypa
     unpatched, patched = compare(pipe, CALL, warmups=1, repeats=2).variants
     assert unpatched.timings.peak_memory == 1100 + 2 * 5  # its own of the two turns before
     assert patched.timings.peak_memory == 1100 + 2 * 30
+
+
+def test_what_was_left_before_is_freed_before_the_first_turn(pipe):
+    cycle, freed = {"tensor": torch.ones(1)}, []
+    weakref.finalize(cycle["tensor"], freed.append, True)
+    cycle["itself"] = cycle
+    del cycle
+
+    def stop():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        module.take_turns(pipe, None, module.Variants({"one": stop}), 0, 1, torch.device("cpu"))
+    assert freed
 
 
 def test_a_tier_with_wider_limits_is_timed(pipe, monkeypatch):

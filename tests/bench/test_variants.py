@@ -5,7 +5,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.bench.variants import COMPILED, TORCHAO, single_process
+from turbo_rcm_patch.bench.variants import COMPILED, TORCHAO, memory_of, single_process
 from turbo_rcm_patch.config import Exact, Quantized
 
 
@@ -28,13 +28,17 @@ def test_the_compiled_rival_compiles_blocks_and_decoder_and_leaves_no_trace():
         assert {name: parameter.stride() for name, parameter in pipe.vae.named_parameters()} == layouts
 
 
-def test_torchaos_tuning_is_that_of_its_own_variant(monkeypatch):
+def test_torchaos_tuning_and_memory_are_those_of_its_own_variant(monkeypatch):
     """The tuning would make every other compilation of the process minutes longer."""
     quant_api = pytest.importorskip("torchao.quantization.quant_api")
     monkeypatch.setattr(quant_api, "_check_hardware_support", lambda *_: None)  # quantising needs no GPU
     pipe = tiny_wan_pipeline().to(torch.bfloat16)
     own = pipe.transformer
-    switch = single_process(pipe, Quantized(), with_compile=True).switches[TORCHAO]
+    variants = single_process(pipe, Quantized(), with_compile=True)
+    linears = [module for module in own.blocks.modules() if isinstance(module, torch.nn.Linear)]
+    saved = sum(linear.weight.numel() - 4 * linear.out_features for linear in linears)  # a scale for each row
+    assert variants.spare_memory == memory_of(own) - saved
+    switch = variants.switches[TORCHAO]
     for _ in range(2):
         assert pipe.transformer is own
         assert not inductor_config.coordinate_descent_tuning

@@ -16,6 +16,7 @@ import torch
 from diffusers import ContextParallelConfig, DiffusionPipeline
 from torch import nn
 from torch._inductor import config as inductor_config
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..config import BlockSparse, Exact, PatchConfig, Quantized
 from ..patching import Patch, patch
@@ -85,7 +86,15 @@ def _torchao_float8(pipe: DiffusionPipeline) -> tuple[Switch, int]:
 
 def memory_of(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return sum(map(_stored_bytes, (*model.parameters(), *model.buffers())))
+
+
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, or of those that it consists of. torchao's in 8 bits tells the size of bf16."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_stored_bytes(getattr(tensor, name)) for name in names)
 
 
 def _in_place_of_transformer(pipe: DiffusionPipeline, twin: nn.Module, applied: Patch | None) -> Switch:
