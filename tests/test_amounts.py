@@ -7,7 +7,7 @@ from turbo_rcm_patch.amounts import parse_amount
 
 @pytest.mark.parametrize(
     ("amount", "size"),
-    [("8 GB", 8 * 10**9), ("7.5GiB", 15 * 2**29), ("512 mib", 2**29), (" 300MB ", 3 * 10**8), (12345, 12345)],
+    [("8 GB", 8 * 10**9), ("7.5GiB", 15 * 2**29), ("512 mib", 2**29), (" 300MB ", 3 * 10**8), (1234567, 1234567)],
 )
 def test_amounts(amount, size):
     assert parse_amount(amount) == size
@@ -24,6 +24,10 @@ def test_nothing_and_other_types():
         parse_amount("0 GB")
     with pytest.raises(ValueError, match="more than 0"):
         parse_amount(-1)
+    with pytest.raises(
+        ValueError, match="8 is less than 1 MB; a whole number means bytes, so give a unit, such as '8 GB'"
+    ):
+        parse_amount(8)
     for amount in (8.0, True, b"8 GB"):
         with pytest.raises(TypeError, match="such as '8 GB'"):
             parse_amount(amount)

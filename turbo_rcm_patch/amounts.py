@@ -26,6 +26,8 @@ def parse_amount(amount: str | int) -> int:
         raise TypeError(f"{amount!r} is {type(amount).__name__}; give an amount of memory such as '8 GB', or None.")
     if size <= 0:
         raise ValueError(f"{amount!r} is no memory at all; give more than 0.")
+    if size < _UNITS["MB"]:
+        raise ValueError(f"{amount!r} is less than 1 MB; a whole number means bytes, so give a unit, such as '8 GB'.")
     return size
 
 

@@ -8,7 +8,9 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import FRAMES, HEIGHT, WIDTH, tiny_wan_pipeline
+from turbo_rcm_patch.memory import host as host_module
 from turbo_rcm_patch.memory import plan as plan_module
+from turbo_rcm_patch.memory.checks import is_hooked, models_of
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.streaming import stop_streaming, stream
 
@@ -37,7 +39,7 @@ def everything_streams(monkeypatch):
 
 def hooks_of(pipe):
     models = (m for m in pipe.components.values() if isinstance(m, torch.nn.Module))
-    return [module for model in models for module in model.modules() if plan_module._is_hooked(module)]
+    return [module for model in models for module in model.modules() if is_hooked(module)]
 
 
 @pytest.mark.parametrize(
@@ -150,11 +152,49 @@ def test_bad_input(options, message):
 
 def test_more_memory_than_the_card_has(monkeypatch):
     card = mock.Mock(total_memory=25_757_220_864)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     pipe = tiny_wan_pipeline()
     with pytest.raises(ValueError, match=r"vram='24 GiB', but cuda has 25\.76 GB; give at most that, or None"):
         trp.fit(pipe, "24 GiB", **SIZE, device="cuda")
     assert all(parameter.device.type == "cpu" for parameter in pipe.transformer.parameters())
+
+
+@pytest.mark.parametrize("gpu", ["cuda:7", "cuda"])
+def test_a_gpu_that_is_not_there(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=f"device='{gpu}', but PyTorch finds 0 CUDA GPUs; check the driver"):
+        fit_on_the_cpu(tiny_wan_pipeline(), device=gpu)
+
+
+OFFLOADED = {
+    "model": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+    "sequential": lambda pipe: pipe.enable_sequential_cpu_offload(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("kind", OFFLOADED)
+def test_a_pipeline_that_is_offloaded_otherwise_can_be_planned_after_that_is_undone(kind):
+    pipe = tiny_wan_pipeline()
+    OFFLOADED[kind](pipe)
+    with pytest.raises(ValueError, match=r"is offloaded or hooked already; undo that, .* pipe\.remove_all_hooks\(\)"):
+        fit_on_the_cpu(pipe)
+    pipe.remove_all_hooks()
+    expected = video_of(tiny_wan_pipeline())
+    fit_on_the_cpu(pipe)
+    assert abs(video_of(pipe) - expected).max() == 0
+
+
+def test_components_that_are_none_or_have_two_names():
+    pipe = tiny_wan_pipeline("wan22")
+    pipe.transformer_2, pipe.text_encoder = pipe.transformer, None
+    assert models_of(pipe).keys() == {"transformer", "vae"}
+    pipe.vae, vae = None, pipe.vae
+    with pytest.raises(ValueError, match="has no VAE; load it with its VAE"):
+        fit_on_the_cpu(pipe)
+    pipe.vae, pipe.transformer, pipe.transformer_2 = vae, None, None
+    with pytest.raises(ValueError, match="has no transformer of a supported family"):
+        fit_on_the_cpu(pipe)
 
 
 def test_what_cannot_be_planned():
@@ -165,18 +205,27 @@ def test_what_cannot_be_planned():
     with pytest.raises(ValueError, match="transformer is offloaded"):
         fit_on_the_cpu(pipe)
     pipe = tiny_wan_pipeline()
+    pipe.vae.to("meta")
+    with pytest.raises(ValueError, match="vae has weights on the meta device, without values; load them first"):
+        fit_on_the_cpu(pipe)
+    pipe = tiny_wan_pipeline()
     with trp.patch(pipe), pytest.raises(ValueError, match="leave config out"):
         fit_on_the_cpu(pipe, config="quantized")
 
 
-def test_a_second_pipeline_with_the_same_transformer(everything_streams):
-    pipe = tiny_wan_pipeline()
+@pytest.mark.parametrize("shared", ["transformer", "text_encoder"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_model_is_in_one_plan_at_a_time(shared, streams, request):
+    if streams:
+        request.getfixturevalue("everything_streams")
+    pipe, other = tiny_wan_pipeline(), tiny_wan_pipeline()
+    setattr(other, shared, getattr(pipe, shared))
     plan = fit_on_the_cpu(pipe)
-    other = type(pipe)(**pipe.components)
-    with pytest.raises(ValueError, match="offloaded or hooked already"):
+    with pytest.raises(ValueError, match=rf"{shared} is in a plan of fit already; call undo\(\) of that plan first"):
         fit_on_the_cpu(other)
     plan.undo()
     fit_on_the_cpu(other).undo()
+    fit_on_the_cpu(pipe)
 
 
 def test_a_failure_in_the_middle_puts_everything_back(everything_streams):
@@ -197,9 +246,14 @@ def test_a_failure_in_the_middle_puts_everything_back(everything_streams):
 
 
 def test_a_host_that_is_too_small(everything_streams, monkeypatch):
-    monkeypatch.setattr(plan_module.psutil, "virtual_memory", lambda: mock.Mock(available=1))
+    monkeypatch.setattr(host_module.psutil, "virtual_memory", lambda: mock.Mock(available=1))
     pipe = tiny_wan_pipeline()
-    with pytest.raises(trp.DoesNotFit, match="offload to disk"):
+    message = (
+        r"this takes \d+\.\d\d GB more of the host's memory, because text_encoder and transformer must stream from "
+        r"there, and 0\.00 GB are free; .* offload to disk instead of fit \(enable_group_offload with "
+        r"offload_to_disk_path\)"
+    )
+    with pytest.raises(trp.DoesNotFit, match=message):
         fit_on_the_cpu(pipe)
     assert not hooks_of(pipe)
 
@@ -208,9 +262,9 @@ def test_weights_of_a_mapped_file_take_memory_when_they_are_pinned(everything_st
     pipe = tiny_wan_pipeline()
     pinned = sum(component.blocks for component in fit_on_the_cpu(pipe).components)
     free = 1.5 * pinned
-    monkeypatch.setattr(plan_module.psutil, "virtual_memory", lambda: mock.Mock(available=free))
+    monkeypatch.setattr(host_module.psutil, "virtual_memory", lambda: mock.Mock(available=free))
     for ordinary, fits in ((0, False), (pinned, True)):
-        monkeypatch.setattr(plan_module, "_ordinary_memory", lambda size=ordinary: size)
+        monkeypatch.setattr(host_module, "_ordinary_memory", lambda size=ordinary: size)
         with nullcontext() if fits else pytest.raises(trp.DoesNotFit, match="of the host's memory"):
             fit_on_the_cpu(tiny_wan_pipeline())
 

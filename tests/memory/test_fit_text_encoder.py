@@ -52,6 +52,20 @@ def test_a_streaming_encoder_gives_the_same_embeddings(first, in_8_bits, everyth
     assert not any(map(hook_on, pipe.text_encoder.modules()))  # no forward is the patch's
 
 
+def test_an_encoder_that_stays_on_the_gpu_is_patched_and_restored_within_a_plan():
+    pipe = tiny_wan_pipeline()
+    with trp.patch_text_encoder(pipe, in_8_bits=True):
+        expected = encoded(pipe, *PROMPTS)
+    before = encoded(pipe, *PROMPTS)
+    plan = fit_on_the_cpu(pipe)
+    patch = trp.patch_text_encoder(pipe, in_8_bits=True)
+    assert_same(encoded(pipe, *PROMPTS), expected)
+    patch.restore()
+    assert_same(encoded(pipe, *PROMPTS), before)
+    plan.undo()
+    assert_same(encoded(pipe, *PROMPTS), before)
+
+
 def test_prompts_that_are_kept_do_not_stream(everything_streams, lean):  # noqa: F811
     pipe = tiny_wan_pipeline()
     trp.patch_text_encoder(pipe, in_8_bits=True, keep_prompts=2)

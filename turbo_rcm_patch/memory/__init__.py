@@ -1,6 +1,8 @@
 """Fit a pipeline into a GPU's memory: where each model lies, with diffusers' own offloading.
 
 plan.py            `fit`, and the plan that it returns
+checks.py          bad input of `fit`
+host.py            the host's memory that a plan takes
 components.py      the bytes of models
 stages.py          the bytes that a stage of a generation computes with
 choose.py          which models stay on the GPU, and which stream
@@ -10,6 +12,7 @@ empty_models.py    models without weights, from configs
 needs.py           what such a model takes in each tier
 """
 
-from .plan import DoesNotFit, MemoryPlan, fit, fit_with
+from .host import DoesNotFit
+from .plan import MemoryPlan, fit, fit_with
 
 __all__ = ["DoesNotFit", "MemoryPlan", "fit", "fit_with"]

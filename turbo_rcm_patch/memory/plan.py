@@ -5,31 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
-import psutil
 import torch
 from torch import nn
 
 from ..amounts import in_gb, parse_amount
-from ..config import PatchConfig, Quantized, resolve_config
-from ..patching.apply import transformers_of
-from ..patching.families import family_of
-from ..patching.families.vae import is_vae
+from ..config import PatchConfig, Quantized
 from ..patching.families.vae.chunks import LIMIT, free_memory
-from ..patching.steps.plan import is_patched, state_of
 from ..tables import table
-from ..wording import with_article
+from .checks import PLANNED, check_card, check_movable, check_size, config_of, frames_of_a_latent, models_of
 from .choose import Placement, choose, smallest
 from .components import Component, components_both_ways, components_of
-from .pinned import SLAB
+from .host import DoesNotFit, check_host
 from .stages import Patched, Stage, Video, graphs_bytes, stages_of
 from .streaming import stop_streaming, stream
 
 CONTEXT = 600 * 10**6  # bytes that CUDA's context and the kernels' code take beside torch's allocator
 MARGIN = 0.95  # of the memory that is free on the card, if no amount is given
-
-
-class DoesNotFit(RuntimeError):
-    """A generation does not fit into the memory. The pipeline is as it was before the call."""
 
 
 class MemoryPlan:
@@ -168,13 +159,13 @@ def fit_with(
     both_ways: bool = False,
 ) -> MemoryPlan:
     """Do what `fit` does, for a command that does more than generate. beside, both_ways: as in `Patched`."""
-    device, models = _with_index(torch.device(device)), _models_of(pipe)
-    patched = Patched(models, _config_of(models, config), bool(pipe.config.get("expand_timesteps")), beside, both_ways)
-    _check(models, video)
-    budget = _free(models, device) if vram is None else budget_of(vram)
-    _check_card(vram, device)
-    plan = plan_for(patched, video, budget)
-    _check_host(plan, models, both_ways)
+    device, models = _with_index(torch.device(device)), models_of(pipe)
+    patched = Patched(models, config_of(models, config), bool(pipe.config.get("expand_timesteps")), beside, both_ways)
+    check_size(models, video)
+    check_movable(models)
+    check_card(vram, device)
+    plan = plan_for(patched, video, _free(models, device) if vram is None else budget_of(vram))
+    check_host(plan.placement, plan.components, models, both_ways)
     try:
         for undo in _place(plan, models, device):
             plan._undo.append(undo)
@@ -206,83 +197,15 @@ def _components(patched: Patched) -> list[Component]:
     return [replace(c, weights=c.weights + held) if c.name == "text_encoder" else c for c in found]
 
 
-def _models_of(pipe: object) -> dict[str, nn.Module]:
-    """Return a pipeline's models by name. Raises ValueError for something that cannot be planned."""
-    found = getattr(pipe, "components", None)
-    if isinstance(pipe, nn.Module) or not isinstance(found, dict):
-        raise ValueError(f"{type(pipe).__name__} is no diffusers pipeline; give the pipeline with its VAE.")
-    models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
-    unknown = [name for name in transformers_of(pipe) if family_of(models[name]) is None]
-    if unknown or not transformers_of(pipe):
-        raise ValueError(f"{type(pipe).__name__} has no transformer of a supported family, whose memory is known.")
-    if "vae" not in models:
-        raise ValueError(f"{type(pipe).__name__} has no VAE; load it with its VAE.")
-    if not is_vae(models["vae"]):
-        raise ValueError(
-            f"{type(pipe).__name__} has {with_article(type(models['vae']).__name__)}, whose memory is not known."
-        )
-    return models
-
-
-def _config_of(models: Mapping[str, nn.Module], config: PatchConfig | str | None) -> PatchConfig:
-    """Return the configuration that the transformers are patched with, or else the given one."""
-    blocks = (block for model in models.values() for block in _blocks(model) if is_patched(block))
-    patched = next((state_of(block).shared.config for block in blocks), None)
-    if patched is None:
-        return resolve_config("exact" if config is None else config)
-    if config is not None and resolve_config(config) != patched:
-        raise ValueError(f"config={config!r}, but the pipeline is patched with {patched!r}; leave config out.")
-    return patched
-
-
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    family = family_of(model)
-    return iter(()) if family is None else (block for _, block in family.every_block(model))
-
-
-def _check(models: Mapping[str, nn.Module], video: Video) -> None:
-    """Raise ValueError for a size that the VAE does not have, or models that are offloaded already."""
-    edge, step = 2 * (getattr(models["vae"].config, "scale_factor_spatial", None) or 8), _step(models)
-    for name, size in (("height", video.height), ("width", video.width)):
-        if type(size) is not int or size <= 0 or size % edge:
-            raise ValueError(f"{name}={size!r}; give a whole number of pixels that {edge} divides.")
-    if type(video.frames) is not int or video.frames <= 0 or (video.frames - 1) % step:
-        raise ValueError(f"num_frames={video.frames!r}; give a multiple of {step}, and one more.")
-    for name, model in models.items():
-        if any(map(_is_hooked, model.modules())):
-            raise ValueError(f"{name} is offloaded or hooked already; load it anew, or undo that, and then call fit.")
-        if len({parameter.device for parameter in model.parameters()}) > 1:
-            raise ValueError(f"{name} lies on several devices; move it to one of them first.")
-
-
-def _step(models: Mapping[str, nn.Module]) -> int:
-    """Return the frames of a video for each latent frame after the first."""
-    return getattr(getattr(models.get("vae"), "config", None), "scale_factor_temporal", None) or 4
-
-
 def _with_index(device: torch.device) -> torch.device:
     """Return "cuda" as the GPU that it means now."""
     is_current = device.type == "cuda" and device.index is None and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    registry = vars(module).get("_diffusers_hook")
-    return "_hf_hook" in vars(module) or (registry is not None and bool(registry.hooks))
-
-
 def budget_of(vram: str | int) -> int:
     """Return the bytes of a card's memory that torch may allocate. Raises ValueError or TypeError as `parse_amount`."""
     return parse_amount(vram) - CONTEXT
-
-
-def _check_card(vram: str | int | None, device: torch.device) -> None:
-    """Raise ValueError for more memory than the GPU has."""
-    if vram is None or device.type != "cuda":
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    if parse_amount(vram) > total:
-        raise ValueError(f"vram={vram!r}, but {device} has {in_gb(total)} GB; give at most that, or None.")
 
 
 def _free(models: Mapping[str, nn.Module], device: torch.device) -> int:
@@ -294,32 +217,12 @@ def _free(models: Mapping[str, nn.Module], device: torch.device) -> int:
     return round(MARGIN * (free_memory(device) + sum(here.values())))
 
 
-def _check_host(plan: MemoryPlan, models: Mapping[str, nn.Module], both_ways: bool) -> None:
-    """Raise DoesNotFit if the host has too little memory for what the plan moves there."""
-    _, pinned = plan.placement.on_host(plan.components)
-    free = psutil.virtual_memory().available
-    on_cpu = all(p.device.type == "cpu" for name in plan.placement.streaming for p in models[name].parameters())
-    # Weights that are in ordinary memory are pinned one by one, each in place of itself. Those that are read from a
-    # mapped file take memory only then.
-    needed = min(pinned, SLAB) + (max(0, pinned - _ordinary_memory()) if on_cpu else pinned)
-    if both_ways:  # the originals of weights that the GPU holds, or the 8-bit copies of those that stream
-        needed += sum(component.originals for component in plan.components)
-    if needed > free:
-        raise DoesNotFit(
-            f"this takes {in_gb(needed)} GB more of the host's memory, and {in_gb(free)} GB are free; close other "
-            "programs, or let diffusers offload to disk (enable_group_offload with offload_to_disk_path)."
-        )
-
-
-def _ordinary_memory() -> int:
-    """Return the bytes of memory of this process, on Linux without those of mapped files."""
-    memory = psutil.Process().memory_info()
-    return memory.rss - getattr(memory, "shared", 0)
-
-
 def _place(plan: MemoryPlan, models: Mapping[str, nn.Module], device: torch.device) -> Iterator[tuple]:
     """Put the models in their places. Yields how to undo each change before it is made."""
     vae, streaming = models["vae"], plan.placement.streaming
+    for model in models.values():
+        yield PLANNED.discard, model
+        PLANNED.add(model)
     if plan.placement.tiles and not vae.use_tiling:
         yield (vae.disable_tiling,)
         vae.enable_tiling()
@@ -354,7 +257,7 @@ def _why_not(
 def _nearest(patched: Patched, video: Video) -> Iterator[tuple[str, tuple[Patched, Video]]]:
     """Yield other settings, as words and as arguments, from the nearest on."""
     small, in_8_bits = Video(480, 832, video.frames), patched.config.in_8_bits("linears")
-    quantized, step = patched._replace(config=Quantized(restorable=False)), _step(patched.models)
+    quantized, step = patched._replace(config=Quantized(restorable=False)), frames_of_a_latent(patched.models)
     if not in_8_bits:
         yield "the preset 'quantized'", (quantized, video)
     if small.height * small.width < video.height * video.width:

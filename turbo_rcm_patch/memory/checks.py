@@ -1,0 +1,102 @@
+"""What `fit` checks before it plans: the pipeline, its configuration, the size of the video, and the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from ..amounts import in_gb, parse_amount
+from ..checkpoints.files import COMPONENTS
+from ..config import PatchConfig, resolve_config
+from ..patching.families import family_of
+from ..patching.families.vae import is_vae
+from ..patching.steps.plan import is_patched, state_of
+from ..wording import counted, with_article
+from .stages import Video
+
+PLANNED: WeakSet[nn.Module] = WeakSet()  # the models whose places a plan has chosen
+
+
+def models_of(pipe: object) -> dict[str, nn.Module]:
+    """Return a pipeline's models by name, each once. Raises ValueError for something that cannot be planned."""
+    found, kind = getattr(pipe, "components", None), type(pipe).__name__
+    if isinstance(pipe, nn.Module) or not isinstance(found, dict):
+        raise ValueError(f"{kind} is no diffusers pipeline; give the pipeline with its VAE.")
+    names = {model: name for name, model in reversed(found.items()) if isinstance(model, nn.Module)}
+    models = {name: model for model, name in reversed(names.items())}
+    transformers = [model for name, model in models.items() if name in COMPONENTS]
+    if not transformers or any(family_of(model) is None for model in transformers):
+        raise ValueError(f"{kind} has no transformer of a supported family, whose memory is known.")
+    if "vae" not in models:
+        raise ValueError(f"{kind} has no VAE; load it with its VAE.")
+    if not is_vae(models["vae"]):
+        raise ValueError(f"{kind} has {with_article(type(models['vae']).__name__)}, whose memory is not known.")
+    return models
+
+
+def config_of(models: Mapping[str, nn.Module], config: PatchConfig | str | None) -> PatchConfig:
+    """Return the configuration that the transformers are patched with, or else the given one."""
+    blocks = (block for model in models.values() for block in _blocks(model) if is_patched(block))
+    patched = next((state_of(block).shared.config for block in blocks), None)
+    if patched is None:
+        return resolve_config("exact" if config is None else config)
+    if config is not None and resolve_config(config) != patched:
+        raise ValueError(f"config={config!r}, but the pipeline is patched with {patched!r}; leave config out.")
+    return patched
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    family = family_of(model)
+    return iter(()) if family is None else (block for _, block in family.every_block(model))
+
+
+def check_size(models: Mapping[str, nn.Module], video: Video) -> None:
+    """Raise ValueError for a size that the VAE does not have."""
+    edge, step = 2 * (getattr(models["vae"].config, "scale_factor_spatial", None) or 8), frames_of_a_latent(models)
+    for name, size in (("height", video.height), ("width", video.width)):
+        if type(size) is not int or size <= 0 or size % edge:
+            raise ValueError(f"{name}={size!r}; give a whole number of pixels that {edge} divides.")
+    if type(video.frames) is not int or video.frames <= 0 or (video.frames - 1) % step:
+        raise ValueError(f"num_frames={video.frames!r}; give a multiple of {step}, and one more.")
+
+
+def frames_of_a_latent(models: Mapping[str, nn.Module]) -> int:
+    """Return the frames of a video for each latent frame after the first."""
+    return getattr(getattr(models.get("vae"), "config", None), "scale_factor_temporal", None) or 4
+
+
+def check_movable(models: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for models without weights, on several devices, offloaded, or placed by another plan."""
+    for name, model in models.items():
+        if model in PLANNED:
+            raise ValueError(f"{name} is in a plan of fit already; call undo() of that plan first.")
+        if any(map(is_hooked, model.modules())):
+            raise ValueError(
+                f"{name} is offloaded or hooked already; undo that, for example with pipe.remove_all_hooks() after "
+                "enable_model_cpu_offload(), or load it anew, and then call fit."
+            )
+        devices = {parameter.device for parameter in model.parameters()}
+        if torch.device("meta") in devices:
+            raise ValueError(f"{name} has weights on the meta device, without values; load them first.")
+        if len(devices) > 1:
+            raise ValueError(f"{name} lies on several devices; move it to one of them first.")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """True if hooks of accelerate or diffusers may move a module's weights."""
+    registry = vars(module).get("_diffusers_hook")
+    return "_hf_hook" in vars(module) or (registry is not None and bool(registry.hooks))
+
+
+def check_card(vram: str | int | None, device: torch.device) -> None:
+    """Raise ValueError for a GPU that is not there, or for more memory than it has."""
+    if device.type != "cuda":
+        return
+    if (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"device={str(device)!r}, but PyTorch finds {counted(count, 'CUDA GPU')}; check the driver.")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if vram is not None and parse_amount(vram) > total:
+        raise ValueError(f"vram={vram!r}, but {device} has {in_gb(total)} GB; give at most that, or None.")

@@ -1,0 +1,45 @@
+"""The host's memory that a plan takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import psutil
+from torch import nn
+
+from ..amounts import in_gb
+from .choose import Placement
+from .components import Component
+from .pinned import SLAB
+
+
+class DoesNotFit(RuntimeError):
+    """A generation does not fit into the memory. The pipeline is as it was before the call."""
+
+
+def check_host(
+    placement: Placement, components: Sequence[Component], models: Mapping[str, nn.Module], both_ways: bool
+) -> None:
+    """Raise DoesNotFit if the host has too little memory for what a placement moves there."""
+    _, pinned = placement.on_host(components)
+    free = psutil.virtual_memory().available
+    on_cpu = all(p.device.type == "cpu" for name in placement.streaming for p in models[name].parameters())
+    # Weights that are in ordinary memory are pinned one by one, each in place of itself. Those that are read from a
+    # mapped file take memory only then.
+    needed = min(pinned, SLAB) + (max(0, pinned - _ordinary_memory()) if on_cpu else pinned)
+    if both_ways:  # the originals of weights that the GPU holds, or the 8-bit copies of those that stream
+        needed += sum(component.originals for component in components)
+    if needed > free:
+        streaming = " and ".join(sorted(placement.streaming))
+        why = f"{streaming} must stream from there" if streaming else "it keeps original weights"
+        raise DoesNotFit(
+            f"this takes {in_gb(needed)} GB more of the host's memory, because {why}, and {in_gb(free)} GB are free; "
+            "close other programs, or let diffusers offload to disk instead of fit (enable_group_offload with "
+            "offload_to_disk_path)."
+        )
+
+
+def _ordinary_memory() -> int:
+    """Return the bytes of memory of this process, on Linux without those of mapped files."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - getattr(memory, "shared", 0)
