@@ -63,8 +63,8 @@ def test_evaluate_says_what_does_not_fit_before_it_generates(capsys, monkeypatch
 def test_evaluate_stays_within_vram(tmp_path):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    assert main(["evaluate", "-n", "16", "--steps", "1", "--preset", "sparse", "--vram", "4GB"]) == 0
-    assert torch.cuda.max_memory_allocated() - before <= 3.4e9  # less what CUDA takes
+    assert main(["evaluate", "-n", "16", "--steps", "1", "--preset", "sparse", "--vram", "6GB"]) == 0
+    assert torch.cuda.max_memory_allocated() - before <= 5.4e9  # less what CUDA takes
 
 
 @pytest.mark.parametrize("model", [[], ["--model"]])
