@@ -318,6 +318,7 @@ def models_of(pipe: DiffusionPipeline) -> list[nn.Module]:
 def empty_cache() -> None:
     gc.collect()
     torch.cuda.empty_cache()
+    torch._C._host_emptyCache()  # else the weights that a rival pinned stay beside those that the next one pins
 
 
 def cells(row: dict) -> tuple[str, ...]:
