@@ -318,7 +318,8 @@ def models_of(pipe: DiffusionPipeline) -> list[nn.Module]:
 def empty_cache() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    torch._C._host_emptyCache()  # else the weights that a rival pinned stay beside those that the next one pins
+    # Else the weights that a rival pinned stay beside those that the next one pins. PyTorch 2.11 has no public name.
+    (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
 
 def cells(row: dict) -> tuple[str, ...]:
