@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
 
 import pytest
 
+from tests import offloading_lookup
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter import speed_up
 
@@ -46,7 +48,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Spare the collector what is there now, and start what forks processes for tests of several."""
+    """Speed up a search, spare the collector what is there now, and start what forks processes for tests of several."""
+    offloading_lookup.speed_up()
     gc.freeze()
     gc.enable()
     if "tests.ranks" in sys.modules:

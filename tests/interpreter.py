@@ -91,6 +91,13 @@ OPERATORS = {
 }
 
 
+def handle_of(values, dtype):
+    """Return a TensorHandle of values whose width is known to be the dtype's: its own constructor compares them."""
+    handle = object.__new__(interpreter.TensorHandle)
+    handle.data, handle.dtype, handle.attr = values, dtype, {}
+    return handle
+
+
 def in_one_call(compute, known, through_triton):
     """Return an operator that is one call of numpy. Where two types meet for the first time, Triton computes it: that
     shows the result's type, and whether numpy computes the same."""
@@ -108,7 +115,7 @@ def in_one_call(compute, known, through_triton):
             return result
         compute_these, dtype, result_type = way
         values = compute_these(one.handle.data, other.handle.data if is_tensor else other)
-        return tl.tensor(interpreter.TensorHandle(values, dtype), result_type)
+        return tl.tensor(handle_of(values, dtype), result_type)
 
     return operate
 
@@ -139,8 +146,7 @@ def indexed(through_triton):
         where = slices if type(slices) is tuple else (slices,)
         key = tensor.type.name, tuple([each is None for each in where])
         if key in INDEXED and all(each is None or each == slice(None) for each in where):
-            handle = interpreter.TensorHandle(tensor.handle.data[where], tensor.handle.dtype)
-            return tl.tensor(handle, INDEXED[key])
+            return tl.tensor(handle_of(tensor.handle.data[where], tensor.handle.dtype), INDEXED[key])
         result = through_triton(tensor, slices)
         if tensor.type.is_block():
             INDEXED[key] = result.type
@@ -183,23 +189,29 @@ def skip_conversions_between_equal_types():
 
 
 def share_what_equal_types_have():
-    """Each constructor call of a block type and of a tensor unwraps and wraps the shape again."""
-    share_attributes(tl.block_type, lambda element_ty, shape: (element_ty.name, *shape), own=())
-    share_attributes(tl.tensor, lambda handle, type: type.name, own=("handle", "type"))
+    """Each constructor call of a block type and of a tensor unwraps and wraps the shape again. Instances of one type
+    take all attributes from the first one, except a tensor's own two."""
+    build_type, types, build_tensor, tensors = tl.block_type.__init__, {}, tl.tensor.__init__, {}
 
+    def share_type(self, element_ty, shape):
+        if self.__class__ is not tl.block_type:  # such as Gluon's, with a layout
+            return build_type(self, element_ty, shape)
+        key = element_ty.name, *shape
+        if key not in types:
+            build_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        return self.__dict__.update(types[key])
 
-def share_attributes(cls, key_of, own):
-    """Instances of one key take all attributes from the first one, except their own: those of the first arguments.
-    Subclasses, such as Gluon's block types with a layout, are left as they are."""
-    init, known = cls.__init__, {}
+    def share_tensor(self, handle, type):
+        if self.__class__ is not tl.tensor:
+            return build_tensor(self, handle, type)
+        attributes, shared = self.__dict__, tensors.get(type.name)
+        if shared is None:
+            build_tensor(self, handle, type)
+            tensors[type.name] = dict(attributes)
+            return None
+        attributes.update(shared)
+        attributes["handle"], attributes["type"] = handle, type
+        return None
 
-    def share(self, *arguments):
-        if type(self) is not cls:
-            return init(self, *arguments)
-        key = key_of(*arguments)
-        if key not in known:
-            init(self, *arguments)
-            known[key] = dict(vars(self))
-        return vars(self).update(known[key], **dict(zip(own, arguments, strict=False)))
-
-    cls.__init__ = share
+    tl.block_type.__init__, tl.tensor.__init__ = share_type, share_tensor

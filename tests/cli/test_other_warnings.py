@@ -1,4 +1,7 @@
-"""Other packages' warnings stay off stderr, unless --verbose is given; errors and our own warnings stay on it."""
+"""Other packages' warnings stay off stderr, unless --verbose is given; errors and our own warnings stay on it.
+
+Importing everything touches no GPU: a new process takes ten seconds to import all, so that one shows both.
+"""
 
 import logging
 import subprocess
@@ -10,16 +13,48 @@ import pytest
 from tests.cli.running import CAPTION, TINY
 from turbo_rcm_patch.cli import commands, main
 
+RUN_COMMANDS_AND_IMPORT_ALL = """
+import importlib, pkgutil, sys, traceback
 
-def test_a_command_prints_its_own_errors_and_warnings_alone(tmp_path, saved_models):
-    """A new process runs three commands. Importing torch and diffusers in the first one would print warnings."""
+touched = []
+
+def start_cuda():  # without a GPU it raises, which an import could catch
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "<module>"]
+    touched.extend(file for file in files if file != "<string>")
+    return start_up()
+
+def watch(event, arguments):
+    global start_up
+    now = vars(sys.modules.get("torch.cuda", sys)).get("_lazy_init", start_cuda)
+    if event == "import" and now is not start_cuda:
+        start_up, sys.modules["torch.cuda"]._lazy_init = now, start_cuda
+
+sys.addaudithook(watch)
+import turbo_rcm_patch as trp
+from turbo_rcm_patch.cli import main
+codes = [main(argv) for argv in COMMANDS]
+from turbo_rcm_patch.cli.quiet_imports import quiet_imports
+with quiet_imports():
+    from diffusers import WanImageToVideoPipeline
+    for module in pkgutil.walk_packages(trp.__path__, "turbo_rcm_patch."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name in trp.__all__:
+        getattr(trp, name)
+assert sys.modules["torch.cuda"]._lazy_init is start_cuda
+print(codes, touched)
+"""
+
+
+def test_a_new_process_prints_its_own_errors_and_warnings_alone_and_no_import_touches_the_gpu(tmp_path, saved_models):
+    """It runs three commands, then imports all modules. Importing torch and diffusers would print warnings."""
     wrong = ["info", "--device", "cuda:99"]
     warns = ["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *TINY]
     known = ["--model", str(saved_models / "t2v"), "--sigma-max", "80"]
     silent = ["generate", "a fox", "-o", str(tmp_path / "fox.mp4"), *known, *TINY]
-    code = f"from turbo_rcm_patch.cli import main; print([main(argv) for argv in {[wrong, warns, silent]}])"
+    code = f"COMMANDS = {[wrong, warns, silent]}" + RUN_COMMANDS_AND_IMPORT_ALL
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[2, 0, 0]"
+    assert done.stdout.splitlines()[-1] == "[2, 0, 0] []"
     error, warning = done.stderr.splitlines()
     assert error.startswith("turbo-rcm info: --device cuda:99: ")
     assert warning.startswith("turbo-rcm generate: warning: the embedded model has learned videos of")
