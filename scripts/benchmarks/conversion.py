@@ -26,7 +26,7 @@ from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.checkpoints.names import official_name
 from turbo_rcm_patch.checkpoints.whole import QUANTIZED_BLOCK
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.wan.cases import CASES
 
 INTERVAL = 0.02  # seconds between two readings of a process's memory
 BLOCK_LINEARS = (".self_attn.", ".cross_attn.", ".ffn.")
@@ -34,7 +34,7 @@ LOAD = """
 import sys, torch
 from diffusers import WanTransformer3DModel
 import turbo_rcm_patch as trp
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.wan.cases import CASES
 torch.set_default_dtype(torch.bfloat16)
 model = WanTransformer3DModel(**CASES[sys.argv[2]].transformer)
 trp.load_turbodiffusion(sys.argv[1], model, attention=sys.argv[3])

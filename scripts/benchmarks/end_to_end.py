@@ -32,6 +32,7 @@ from turbo_rcm_patch.bench.cases import (
     add_random_projections,
     add_structure,
     build_pipeline,
+    install_few_steps,
     random_inputs,
     structured_inputs,
 )
@@ -39,8 +40,7 @@ from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import CUDA_GRAPH_MODES, BlockSparse, Sparse, resolve_config
-from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families import CASES, family_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pipe = build_pipeline(case, dtype, device, layers=options.layers)
     pipe.set_progress_bar_config(disable=not is_first)
-    use_rcm(pipe)
+    install_few_steps(pipe)
     config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
     if options.mass is not None:
         config = replace(config, mass=options.mass)
@@ -92,7 +92,8 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
         "guidance_scale": 1.0,
         "output_type": "np" if options.decode else "latent",
     }
-    settings = {"config": options.config, "layers": len(pipe.transformer.blocks), "dtype": str(dtype), **call}
+    layers = sum(1 for _ in family_of(pipe.transformer).every_block(pipe.transformer))
+    settings = {"config": options.config, "layers": layers, "dtype": str(dtype), **call}
     settings["preset"] = options.preset
     if isinstance(config, BlockSparse):
         settings["mass"] = config.mass

@@ -17,11 +17,11 @@ from dataclasses import asdict
 
 import torch
 
-from turbo_rcm_patch.bench.cases import build_pipeline, random_prompt
+from turbo_rcm_patch.bench.cases import build_pipeline, install_few_steps, random_inputs
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.timing import timed_generation
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.patching import patch, use_rcm
+from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.families import CASES
 
 STEPS = ("unpatched", "first patched", "second patched")
@@ -58,10 +58,10 @@ def measure(config: str, frames: int | None) -> dict[str, float]:
     """
     case = CASES[config]
     pipe = build_pipeline(case, torch.bfloat16, torch.device("cuda"))
-    use_rcm(pipe)
+    install_few_steps(pipe)
     pipe.set_progress_bar_config(disable=True)
     call = {
-        "prompt_embeds": random_prompt(pipe),
+        **random_inputs(pipe),
         "height": case.height,
         "width": case.width,
         "num_frames": frames or case.frames,

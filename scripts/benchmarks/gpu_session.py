@@ -34,13 +34,35 @@ QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantize
 DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for the VAE's sake
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
-LEFT_OUT = ("--structured", "--no-oracle", "--repeats", "3")  # for attention that leaves key blocks out
+ALIKE = ("--structured", "--no-oracle")  # for attention that leaves key blocks out
+LEFT_OUT = (*ALIKE, "--repeats", "3")
 CARDS = ("scripts/benchmarks/small_cards.py", "--config")
 RIVALS = ("--rivals", "blocks", "leaves", "models")
 ALL_TIERS = ("--presets", "exact", "quantized", "sparse")
 AT_720P = ("--height", "720", "--width", "1280")
 LARGE_5B = ("--height", "704", "--width", "1280", "--frames", "121")
+LTX2 = (*END_TO_END, "ltx2-19b", "--repeats", "3")
+AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
+
+
+def _ltx2() -> dict[str, tuple[str, ...]]:
+    """Return LTX-2's steps in every tier: checks of two layers, and timings of eight at both sizes. One has all 48."""
+    tiers = {
+        "": ((), ()),
+        "-quantized": (QUANTIZED, ()),
+        "-sparse": (SPARSE, ALIKE),
+        "-block-sparse": (BLOCK_SPARSE, ALIKE),
+    }
+    verify = (*CLI, "verify", "--config", "ltx2-19b", "--layers", "2")
+    steps = {f"verify-ltx2-19b{name}": (*verify, *preset) for name, (preset, _) in tiers.items()}
+    for size, options in {"": (), "-1024p": AT_1024P}.items():
+        for name, (preset, inputs) in tiers.items():
+            steps[f"ltx2-19b-8-layers{size}{name}"] = (*LTX2, "--layers", "8", *options, *inputs, *preset)
+    steps["ltx2-19b-1024p-sparse"] = (*LTX2, *AT_1024P, *ALIKE, *SPARSE)
+    return steps
+
+
 # CHECKS pass or fail. The figures of the other steps go into the results file.
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "16", "tests"),
@@ -115,6 +137,7 @@ MEASUREMENTS = {
     "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
     "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE),
     "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE, "--mass", "0.95"),
+    **_ltx2(),
 }
 GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # GPUs that a step needs, if more than one
 

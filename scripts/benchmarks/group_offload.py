@@ -35,7 +35,7 @@ from scripts.benchmarks.memory_cap import random_latents, random_model
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.timing import in_turns
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.wan.cases import CASES
 from turbo_rcm_patch.tables import table
 
 GIB = 2**30

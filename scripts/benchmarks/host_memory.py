@@ -33,7 +33,7 @@ from scripts.tools.pages.cards import HOST_MEMORY
 from turbo_rcm_patch.amounts import in_gb
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.wan.cases import CASES
 from turbo_rcm_patch.patching.weights.store import convert_model
 
 

@@ -20,14 +20,14 @@ from functools import partial
 
 import torch
 
-from turbo_rcm_patch.bench.cases import add_random_projections, build_pipeline, random_inputs
+from turbo_rcm_patch.bench.cases import add_random_projections, build_pipeline, install_few_steps, random_inputs
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.oracle import first_call
 from turbo_rcm_patch.bench.timing import in_turns
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS
-from turbo_rcm_patch.patching import patch, use_rcm
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching import patch
+from turbo_rcm_patch.patching.families import CASES, family_of
 
 UNPATCHED, TIERS = "unpatched", ("exact", "quantized", "sparse")
 CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, and a block makes dozens
@@ -63,9 +63,10 @@ def measure(
     """
     case = CASES[config]
     pipe = build_pipeline(case, torch.bfloat16, device)
-    use_rcm(pipe)
+    install_few_steps(pipe)
     pipe.set_progress_bar_config(disable=True)
-    transformer, blocks = pipe.transformer, pipe.transformer.blocks
+    transformer = pipe.transformer
+    blocks = [block for _, block in family_of(transformer).every_block(transformer)]
     size = {"height": case.height, "width": case.width, "num_frames": frames or case.frames}
     options = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
     generate = lambda: pipe(**random_inputs(pipe), **size, **options)  # noqa: E731

@@ -21,10 +21,10 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 
 import turbo_rcm_patch as trp
-from turbo_rcm_patch.bench.cases import TEXT_TOKENS
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.wan.cases import CASES
+from turbo_rcm_patch.patching.families.wan.sub_layers import TEXT_TOKENS
 
 GB = 10**9
 POOL = 1 << 26  # random values that all weights are cut from: drawing each anew takes minutes

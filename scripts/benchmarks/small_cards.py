@@ -42,8 +42,7 @@ from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS, without_originals
 from turbo_rcm_patch.memory.plan import CONTEXT
 from turbo_rcm_patch.memory.streaming import stop_streaming
-from turbo_rcm_patch.patching.families import CASES
-from turbo_rcm_patch.patching.families.wan.cases import TEXT, UMT5_XXL
+from turbo_rcm_patch.patching.families.wan.cases import CASES, TEXT, UMT5_XXL
 from turbo_rcm_patch.scheduler import RCMScheduler
 from turbo_rcm_patch.tables import table
 

@@ -17,14 +17,15 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench.cases import TEXT_TOKENS, build_pipeline, random_prompt
+from turbo_rcm_patch.bench.cases import build_pipeline, random_prompt
 from turbo_rcm_patch.bench.environment import Environment
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.oracle import first_call, run_oracle
 from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.modules.rcm_attention import TwoPassRCMAttention
 from turbo_rcm_patch.patching import patch
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.wan.cases import CASES
+from turbo_rcm_patch.patching.families.wan.sub_layers import TEXT_TOKENS
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits
 
 from .dram import KernelTraffic, profiled

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
 from diffusers import DiffusionPipeline
-from PIL import Image
 
 from ..memory.empty_models import cast_as_loaded
-from ..patching.families import family_of, pipeline_of
-from ..patching.families.family import Case
+from ..patching import use_rcm
+from ..patching.families import family_of
+from ..patching.families.family import Case, PipelineInputs
 from ..patching.steps.sparse_linear import PROJ_L
 from ..scheduler import RCMScheduler
 
-TEXT_TOKENS, PROMPT_TOKENS = 512, 77  # tokens of a prompt; those of a structured prompt before its padding
+PROMPT_TOKENS = 77  # of a structured prompt before its padding
 OUTLIER_CHANNELS, OUTLIER = 4, 10.0  # hidden channels far above the others, whose values are about 1
 QUERY_GAIN = 6.0  # a factor on attention scores; at 1 random weights attend to all keys about equally
 
@@ -33,33 +34,35 @@ def build_pipeline(
         for blocks in family_of(transformer).blocks:
             for _, block in blocks.of(transformer):
                 blocks.random_weights.strengthen_gates(block)
-        vae = case.vae_class(**case.vae)
-    return case.pipeline_class(
-        tokenizer=None,
-        text_encoder=None,
-        vae=cast_as_loaded(vae.eval(), dtype),
-        transformer=cast_as_loaded(transformer.eval(), dtype),
-        scheduler=RCMScheduler(),
-        expand_timesteps=case.expand_timesteps,
-    )
+        models = {"transformer": transformer, "vae": case.vae_class(**case.vae)}
+        models |= {name: model_class(**options) for name, (model_class, options) in case.others.items()}
+    parts = {name: cast_as_loaded(model.eval(), dtype) for name, model in models.items()}
+    parameters = inspect.signature(case.pipeline_class).parameters.values()
+    left_out = {parameter.name: None for parameter in parameters if parameter.default is parameter.empty}
+    options = {"expand_timesteps": True} if case.expand_timesteps else {}
+    return case.pipeline_class(**{**left_out, **parts, **options, "scheduler": case.scheduler()})
+
+
+def install_few_steps(pipe: DiffusionPipeline) -> None:
+    """Install rCM's sampler, unless the case's pipeline has a scheduler of another kind."""
+    if isinstance(pipe.scheduler, RCMScheduler):
+        use_rcm(pipe)
 
 
 def random_prompt(pipe: DiffusionPipeline, seed: int = 0) -> torch.Tensor:
-    """Return random embeddings [1, 512, text_dim] in place of an encoded prompt."""
+    """Return random embeddings [1, tokens, channels] in place of an encoded prompt."""
     generator = torch.Generator().manual_seed(seed)
-    embeddings = torch.randn(1, TEXT_TOKENS, pipe.transformer.config.text_dim, generator=generator)
+    embeddings = torch.randn(1, *_inputs_of(pipe).prompt, generator=generator)
     return embeddings.to(pipe.transformer.device, pipe.transformer.dtype)
 
 
 def random_inputs(pipe: DiffusionPipeline, seed: int = 0) -> dict[str, object]:
-    """Return random inputs for a call of the pipeline: prompt embeddings, and an image for image-to-video models."""
-    return {"prompt_embeds": random_prompt(pipe, seed), **_image_of(pipe)}
+    """Return random inputs for a call of the pipeline: prompt embeddings, and what else its class requires."""
+    return {"prompt_embeds": random_prompt(pipe, seed), **_inputs_of(pipe).more}
 
 
-def _image_of(pipe: DiffusionPipeline) -> dict[str, Image.Image]:
-    """Return the arguments with a picture for a pipeline that requires one. The picture itself is unused."""
-    found = pipeline_of(pipe)
-    return {"image": Image.new("RGB", (64, 64))} if found is not None and found.starts_from == "image" else {}
+def _inputs_of(pipe: DiffusionPipeline) -> PipelineInputs:
+    return family_of(pipe.transformer).inputs(pipe)
 
 
 def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
@@ -100,28 +103,27 @@ def structured_inputs(
 ) -> dict[str, object]:
     """Return arguments of the pipeline's call that resemble a video and a prompt, rather than white noise.
 
-    latents [1, C, f, h, w] in fp32: waves that drift across the frames, different in each channel, with a little noise.
-    prompt_embeds [1, 512, text_dim]: tokens that share a direction and have outlying channels, zeros as padding.
-    image: where one starts the video.
+    Latents, such as [1, C, f, h, w], are in fp32: waves that drift across the frames, different in each channel, with a
+    little noise. prompt_embeds [1, tokens, channels]: tokens that share a direction and have outlying channels, zeros
+    as padding.
     """
-    generator = torch.Generator().manual_seed(seed)
-    text_dim, channels = pipe.transformer.config.text_dim, pipe.vae.config.z_dim
-    shape = (
-        (num_frames - 1) // pipe.vae_scale_factor_temporal + 1,
-        height // pipe.vae_scale_factor_spatial,
-        width // pipe.vae_scale_factor_spatial,
-    )
-    frame, row, column = torch.meshgrid(*(torch.linspace(0, 1, size) for size in shape), indexing="ij")
-    cycles = 2 * torch.rand(3, channels, generator=generator)
-    phase = torch.rand(channels, 1, 1, 1, generator=generator)
-    waves = sum(c.view(-1, 1, 1, 1) * axis for c, axis in zip(cycles, (frame, row, column), strict=True))
-    noise = torch.randn(channels, *shape, generator=generator)
-    latents = 1.4 * (2 * math.pi * (waves + phase)).sin() + 0.2 * noise
-
-    prompt = torch.zeros(1, TEXT_TOKENS, text_dim)
-    tokens = torch.randn(PROMPT_TOKENS, text_dim, generator=generator)
-    prompt[0, :PROMPT_TOKENS] = tokens + 2 * torch.randn(text_dim, generator=generator)
-    prompt[0, :PROMPT_TOKENS, :OUTLIER_CHANNELS] *= 10
+    generator, given = torch.Generator().manual_seed(seed), _inputs_of(pipe)
+    sizes = given.latents(height, width, num_frames)
     device = pipe.transformer.device
-    inputs = {"latents": latents[None].to(device), "prompt_embeds": prompt.to(device, pipe.transformer.dtype)}
-    return {**inputs, **_image_of(pipe)}
+    latents = {name: _waves(*size, generator=generator)[None].to(device) for name, size in sizes.items()}
+    prompt = torch.zeros(1, *given.prompt)
+    tokens = torch.randn(PROMPT_TOKENS, given.prompt[1], generator=generator)
+    prompt[0, :PROMPT_TOKENS] = tokens + 2 * torch.randn(given.prompt[1], generator=generator)
+    prompt[0, :PROMPT_TOKENS, :OUTLIER_CHANNELS] *= 10
+    return {**latents, "prompt_embeds": prompt.to(device, pipe.transformer.dtype), **given.more}
+
+
+def _waves(channels: int, *axes: int, generator: torch.Generator) -> torch.Tensor:
+    """Return waves along all axes, [channels, *axes]."""
+    ones = (1,) * len(axes)
+    places = torch.meshgrid(*(torch.linspace(0, 1, size) for size in axes), indexing="ij")
+    cycles = 2 * torch.rand(len(axes), channels, generator=generator)
+    phase = torch.rand(channels, *ones, generator=generator)
+    waves = sum(c.view(-1, *ones) * place for c, place in zip(cycles, places, strict=True))
+    noise = torch.randn(channels, *axes, generator=generator)
+    return 1.4 * (2 * math.pi * (waves + phase)).sin() + 0.2 * noise

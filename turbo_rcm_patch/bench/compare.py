@@ -16,12 +16,13 @@ from diffusers import DiffusionPipeline
 from ..config import PatchConfig, resolve_config
 from ..patching import Patch
 from ..patching.apply import transformers_of
+from ..patching.families.vae import is_vae
 from ..tiers import EXACT, ErrorLimits
 from .compilations import compilations
 from .decoding import decode_flops, decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
-from .oracle import first_call, run_oracle
+from .oracle import first_call, run_oracle, tensors_of
 from .timing import StageTimings, TimedGeneration, in_turns, timed_generation
 from .variants import (
     COMPILED,
@@ -48,8 +49,8 @@ class Variant:
     latents, frames: None for the unpatched variant itself. frames: None too if only latents were made.
     video: frames [F, H, W, 3] in [0, 1] of the first sample, or None without frames.
     compiled: how many kernels of Triton's and graphs of torch.compile's were compiled in the measured generations.
-    step_error: relative L2 of the transformer's first output to the unpatched transformer's in fp32, or None if that
-        did not run.
+    step_error: relative L2 of the transformer's first output to the unpatched transformer's in fp32, of several outputs
+        the largest, or None if that did not run.
     decode_error: the same for the frames that the VAE decodes from up to ORACLE_LATENTS latent frames.
     weights: bytes of the transformers' tensors in this variant.
     """
@@ -160,7 +161,9 @@ def compare(
 
     base, summary = runs[UNPATCHED], runs[PATCHED].summary
     results = tuple(_variant(name, run, base, errors.get(name, _Errors())) for name, run in runs.items())
-    flops = None if base.made.frames is None else decode_flops(pipe.vae, base.made.latents.shape)
+    flops = None
+    if base.made.frames is not None and is_vae(pipe.vae):
+        flops = decode_flops(pipe.vae, base.made.latents.shape)
     return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), summary, results, flops)
 
 
@@ -243,16 +246,16 @@ class _Errors(NamedTuple):
 
 
 class _Judge:
-    """Judges the transformer's first call in a generation, and the first decoding of its VAE, if any.
+    """Judges the transformer's first call in a generation, and the first decoding of its VAE, if the patch knows it.
 
     It holds their oracles, and computes the variants' errors.
     """
 
     def __init__(self, pipe: DiffusionPipeline, generate: Callable[[], object], limits: ErrorLimits):
         self._pipe, self._limits, self._sample = pipe, limits, None
-        with contextlib.nullcontext([]) if pipe.vae is None else latents_for(pipe.vae) as latents:
+        with latents_for(pipe.vae) if is_vae(pipe.vae) else contextlib.nullcontext([]) as latents:
             self._args, self._kwargs = first_call(pipe.transformer, generate)
-        self._oracle = run_oracle(pipe.transformer, self._args, self._kwargs, torch.float32)[0]
+        self._oracle = tensors_of(run_oracle(pipe.transformer, self._args, self._kwargs, torch.float32))
         if latents:
             self._latents = latents[0]
             self._sample = decode_oracle(pipe.vae, self._latents[:, :, :ORACLE_LATENTS], torch.float32)
@@ -261,7 +264,7 @@ class _Judge:
         """Return the errors of each variant. Raises RuntimeError if the patched variant's error is above the limit."""
         errors = {name: self._errors(switch) for name, switch in switches.items()}
         base, patched = errors[UNPATCHED], errors[PATCHED]
-        allowed = self._limits.allowed(base.step, self._oracle.dtype, "step")
+        allowed = self._limits.allowed(base.step, self._oracle[0].dtype, "step")
         self._check(
             "the patched transformer", patched.step, base.step, allowed, " `turbo-rcm verify` says which block."
         )
@@ -297,7 +300,8 @@ class _Judge:
 
     def _errors(self, switch: Switch) -> _Errors:
         with switch(), torch.no_grad():
-            step = relative_l2(self._pipe.transformer(*self._args, **self._kwargs)[0], self._oracle)
+            outputs = tensors_of(self._pipe.transformer(*self._args, **self._kwargs))
+            step = max(map(relative_l2, outputs, self._oracle))
             if self._sample is None:
                 return _Errors(step)
             frames = decoded(self._pipe.vae, self._latents)[:, :, : self._sample.shape[2]]

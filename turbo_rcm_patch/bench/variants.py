@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..config import BlockSparse, Exact, PatchConfig, Quantized
 from ..patching import Patch, patch
 from ..patching.apply import transformers_of
+from ..patching.families import family_of
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
@@ -72,7 +73,8 @@ def _torchao_float8(pipe: DiffusionPipeline) -> tuple[Switch, int]:
 
     twin = copy.deepcopy(pipe.transformer)
     config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
-    quantize_(twin.blocks, config)
+    for blocks in family_of(twin).blocks:
+        quantize_(getattr(twin, blocks.name), config)
     twin.compile_repeated_blocks()
     exchanged = _in_place_of_transformer(pipe, twin, None)
 

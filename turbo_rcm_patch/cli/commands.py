@@ -37,6 +37,7 @@ from ..bench.verify import verify
 from ..checkpoints.files import COMPONENTS
 from ..config import PRESETS, Exact, PatchConfig, Sparse, without_originals
 from ..memory import DoesNotFit, MemoryPlan, fit_with
+from ..memory.components import blocks_of
 from ..memory.stages import Video, unpatched_stages
 from ..patching import patch
 from ..patching.families.vae import frames_sent_to
@@ -312,7 +313,7 @@ def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) ->
     """Return the settings that are needed to reproduce a figure or a video."""
     config = getattr(arguments, "config", None)
     return {
-        **({"config": config, "layers": len(pipe.transformer.blocks)} if config else {}),
+        **({"config": config, "layers": len(blocks_of(pipe.transformer))} if config else {}),
         "model": arguments.model or (None if config else "embedded"),
         "preset": arguments.preset,
         **{
@@ -321,5 +322,5 @@ def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) ->
             if (value := getattr(arguments, name, None)) is not None
         },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),
-        **{name: value for name, value in call.items() if name not in ("image", "latents", "prompt_embeds")},
+        **{name: value for name, value in call.items() if not isinstance(value, (torch.Tensor, Image.Image))},
     }

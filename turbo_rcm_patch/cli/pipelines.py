@@ -19,6 +19,8 @@ from ..patching import PatchError, patch_text_encoder
 from ..patching.families import CASES
 from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
+from ..recipes import RCM_STEPS
+from ..scheduler import FewStepScheduler
 from ..shapes import grammar
 from ..wording import counted
 from .checks import check_pipeline_class, keep_of, sparsity_of
@@ -131,7 +133,7 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     add_structure(pipe)
     if is_sparse(arguments):
         add_random_projections(pipe)
-    guided = _install(pipe, arguments)
+    guided = _install_on_case(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)
     size = {
         "height": arguments.height or case.height,
@@ -140,6 +142,18 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     }
     inputs = structured_inputs(pipe, **size, seed=arguments.seed)
     return pipe, {**inputs, **size, **guided, "num_inference_steps": arguments.steps}
+
+
+def _install_on_case(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str, object]:
+    """Do the same as `_install` for the pipeline of --config, whose random weights need no guidance."""
+    if isinstance(pipe.scheduler, FewStepScheduler):
+        return _install(pipe, arguments)
+    for option in ("sigma_max", "guidance", "negative_prompt"):
+        if getattr(arguments, option) is not None:
+            name = option.replace("_", "-")
+            raise CommandError(f"--{name}: --config {arguments.config} runs without it; leave it out.")
+    arguments.steps = arguments.steps or RCM_STEPS
+    return {}
 
 
 def _choose_prompt(arguments: argparse.Namespace) -> str:

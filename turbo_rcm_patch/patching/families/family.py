@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, SchedulerMixin
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -40,6 +40,7 @@ from ...checkpoints.lazy import Tensors
 from ...config import Exact, PatchConfig
 from ...keep_list import ATTENTION, KeepList, is_of_attention, keeps_attention
 from ...plain import hook_in_place_of_forward
+from ...scheduler import RCMScheduler
 from ...tiers import Tier
 from ..copying import reduce_ex, refuse_replicas
 from ..errors import KeepError
@@ -198,12 +199,26 @@ class Pipeline(NamedTuple):
     is_modular: bool = False
 
 
+class PipelineInputs(NamedTuple):
+    """What random inputs of a pipeline's call consist of.
+
+    prompt: tokens of a prompt, and the channels of its embeddings.
+    latents: (height, width, frames) -> the size [C, ...] of each argument with latents of a video of that size.
+    more: other arguments.
+    """
+
+    prompt: tuple[int, int]
+    latents: Callable[[int, int, int], Mapping[str, tuple[int, ...]]]
+    more: Mapping[str, object]
+
+
 @dataclass(frozen=True)
 class Case:
     """The classes of a transformer, a pipeline and a VAE, the configs of both models, and the usual size of a video.
 
-    The pipeline works without encoders. expand_timesteps: True if each token has its own timestep. encoders: the class
-    and config of each encoder that the checkpoint comes with, by its name in the pipeline.
+    The pipeline works without encoders. scheduler: makes the pipeline's. expand_timesteps: True if each token has its
+    own timestep. encoders: the class and config of each encoder that the checkpoint comes with, by its name in the
+    pipeline. others: the class and arguments of each other model that the pipeline runs, by its name.
     """
 
     transformer_class: type[nn.Module]
@@ -216,6 +231,8 @@ class Case:
     vae: Mapping[str, object] = field(default_factory=dict)
     expand_timesteps: bool = False
     encoders: Mapping[str, tuple[type[nn.Module], PretrainedConfig]] = field(default_factory=dict)
+    others: Mapping[str, tuple[type[nn.Module], Mapping[str, object]]] = field(default_factory=dict)
+    scheduler: Callable[[], SchedulerMixin] = RCMScheduler
 
 
 @dataclass(frozen=True)
@@ -232,6 +249,7 @@ class Family:
         attributes: (transformer, shared, forwards by module) -> bindings of other things.
         pipelines: those whose sampler `use_rcm` and `use_distilled` can replace.
         cases: sizes of its checkpoints by name, with which the command line and the benchmarks build random models.
+        inputs: (pipeline) -> the sizes of random inputs for it, for a family with cases.
         from_files: (file, its tensors) -> the transformer, on the meta device, that a file with its authors' names
             holds. Raises ValueError for a file of another model. None if no such files are known.
         notes: lines for the summary about what is not fused apart from the steps of the blocks.
@@ -246,6 +264,7 @@ class Family:
     notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()
     pipelines: tuple[Pipeline, ...] = ()
     cases: Mapping[str, Case] = field(default_factory=dict)
+    inputs: Callable[[DiffusionPipeline], PipelineInputs] | None = None
     from_files: Callable[[Path, Tensors], nn.Module] | None = None
 
     def every_block(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

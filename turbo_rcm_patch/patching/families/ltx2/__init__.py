@@ -3,7 +3,8 @@
 call.py: kinds of calls. block.py, attentions.py: how the steps of a block are decided. sub_layers.py: its plan and how
 that runs. forward.py: the forwards of blocks.
 modulation.py: what the timestep changes. rope.py: RoPE tables of both layouts. masks.py: masks of prompts.
-measured.py: what `verify` measures. sizes.py: sizes of tensors.
+measured.py: what `verify` measures. sizes.py, cases.py: sizes of tensors and checkpoints.
+random_weights.py, connector_free.py: for models with random weights.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from ...steps.sparse_linear import SparseForm
 from ..family import Binding, Blocks, Family, Measured, Targets
 from .block import decide
 from .call import LTX2Block, usual_call
+from .cases import CASES
+from .connector_free import pipeline_inputs
 from .forward import block_forward, block_inputs, time_embed_forward
 from .masks import MASKS, SeenMasks, transformer_forward
 from .measured import MODULES, self_attention_qkv, sub_layer_terms
+from .random_weights import RANDOM_WEIGHTS
 from .rope import rotate
 from .sizes import SIZES
 
@@ -35,8 +39,16 @@ ATTENTIONS = {
     "self_attention": ("attn1", "audio_attn1"),
     "cross_attention": ("attn2", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"),
 }
+# The queries of a prompt's attention come from a norm that has no weight and, in LTX-2.0, no modulation. So nothing
+# divides hidden channels that are far above the others, and rounding their rows to 8 bits would cost too much.
+NOT_IN_8_BITS = ("attn2.to_q", "audio_attn2.to_q")
 LINEARS = {
-    group: tuple(f"{attn}.{name}" for attn in attentions for name in ("to_q", "to_k", "to_v", "to_out.0"))
+    group: tuple(
+        f"{attn}.{name}"
+        for attn in attentions
+        for name in ("to_q", "to_k", "to_v", "to_out.0")
+        if f"{attn}.{name}" not in NOT_IN_8_BITS
+    )
     for group, attentions in ATTENTIONS.items()
 }
 LINEARS["feed_forward"] = tuple(f"{ff}.{name}" for ff in ("ff", "audio_ff") for name in ("net.0.proj", "net.2"))
@@ -71,9 +83,12 @@ LTX2 = Family(
             measured=Measured(block_inputs, sub_layer_terms, self_attention_qkv),
             sizes=SIZES,
             sparse=SparseForm(LTX2AudioVideoAttnProcessor, rotate),
+            random_weights=RANDOM_WEIGHTS,
         ),
     ),
     "proj_in",
+    cases=CASES,
+    inputs=pipeline_inputs,
     more=_more,
     attributes=_attributes,
     notes=lambda transformer: [

@@ -29,15 +29,23 @@ CONVOLUTIONS_5B = (
 
 def latent_channels(config: Mapping[str, object]) -> int:
     """Return the channels of a latent. Absent entries have diffusers' defaults here, which are Wan 2.1's."""
-    return config.get("z_dim") or 16
+    return config.get("z_dim") or config.get("latent_channels") or 16
+
+
+def compression(config: Mapping[str, object]) -> tuple[int, int]:
+    """Return the pixels along height and width, and the frames, that a latent stands for."""
+    spatial = config.get("scale_factor_spatial") or config.get("spatial_compression_ratio") or 8
+    return spatial, config.get("scale_factor_temporal") or config.get("temporal_compression_ratio") or 4
 
 
 def latent_size(config: Mapping[str, object], height: int, width: int, frames: int) -> tuple[int, int, int]:
     """Return the frames, height and width of the latent of a video."""
-    spatial, temporal = config.get("scale_factor_spatial") or 8, config.get("scale_factor_temporal") or 4
+    spatial, temporal = compression(config)
     return (frames - 1) // temporal + 1, height // spatial, width // spatial
 
 
 def convolutions(config: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes at which `turbo-rcm tune` times the decoder's convolutions."""
+    """Return the sizes at which `turbo-rcm tune` times the decoder's convolutions. LTX-2's is not patched."""
+    if "latent_channels" in config:
+        return ()
     return CONVOLUTIONS_5B if latent_channels(config) == 48 else CONVOLUTIONS_WAN

@@ -3,7 +3,8 @@
 block.py: how a block is decided. sub_layers.py: its plan and how that runs. parts.py: what the general code asks.
 measured.py: what `verify` measures. forward.py: the forwards of blocks.
 modulation.py: timesteps of a sample or of its tokens. graph.py: the model's forward as a CUDA graph.
-sizes.py, cases.py: sizes of tensors and checkpoints. random_weights.py, image_free.py: for models with random weights.
+sizes.py, cases.py: sizes of tensors and checkpoints.
+random_weights.py, inputs.py, image_free.py: for models with random weights.
 from_files.py: the model that a file with its authors' names is for.
 repeatable.py: the modules that may run more or less often than they are called.
 """
@@ -30,6 +31,7 @@ from .cases import CASES
 from .forward import block_forward, block_inputs
 from .from_files import from_files
 from .graph import WAN_BLOCK, WanGraph, transformer_forward
+from .inputs import pipeline_inputs
 from .modulation import embedder_forward
 from .parts import FIRST_LAYER, wan_blocks
 
@@ -63,5 +65,6 @@ WAN = Family(
         Pipeline(WanModularPipeline, "text", is_modular=True),
     ),
     cases=CASES,
+    inputs=pipeline_inputs,
     from_files=from_files,
 )
