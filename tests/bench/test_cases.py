@@ -5,7 +5,6 @@ from tests.bench.damage import damage_block
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.bench.cases import (
     OUTLIER_CHANNELS,
-    TEXT_TOKENS,
     add_random_projections,
     add_structure,
     build_pipeline,
@@ -17,6 +16,7 @@ from turbo_rcm_patch.config import PRESETS, Exact
 from turbo_rcm_patch.patching import patch, use_rcm
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.wan.image_free import IMAGE_TOKENS
+from turbo_rcm_patch.patching.families.wan.sub_layers import TEXT_TOKENS
 from turbo_rcm_patch.patching.steps.sparse_linear import is_sparse
 
 SIZE = {"height": 64, "width": 96, "num_frames": 9}
