@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tests.patching.weights.test_group_offload import groups_of, offload  # noqa: F401
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import keep_out as module
 from turbo_rcm_patch.bench.keep_out import find_keep_out
@@ -153,6 +154,32 @@ def test_a_search_that_fails_leaves_the_model_as_it_was(monkeypatch):
     assert not any(submodule._forward_hooks for submodule in pipe.transformer.modules())
     monkeypatch.undo()
     assert find_keep_out(pipe, ONE_STEP, config=CONFIG).names == (PLANTED[key_channel],)
+
+
+@pytest.mark.parametrize("offload", ["blocks"], indirect=True)
+def test_weights_that_stream_are_searched_and_stream_again(offload):  # noqa: F811
+    pipe, plain = pipeline(key_channel, residual, heads=4), pipeline(key_channel, residual, heads=4)
+    expected = find_keep_out(plain, CALL, config=CONFIG)
+    offload(pipe.transformer)
+    found = find_keep_out(pipe, CALL, config=CONFIG)
+    assert found.parts == expected.parts
+    assert found.steps == expected.steps
+    for group in filter(lambda group: group.stream, groups_of(pipe.transformer)):  # they move the present weights
+        assert set(group.cpu_param_dict) == {t for m in group.modules for t in (*m.parameters(), *m.buffers())}
+    assert verify(pipe, ONE_STEP, config=replace(CONFIG, keep=found.names)).ok
+
+
+def test_a_linear_comes_back_with_the_parameters_that_group_offloading_knows():
+    pipe = pipeline()
+    linear = pipe.transformer.blocks[0].ffn.net[2]
+    with patch(pipe, CONFIG):
+        before = dict(linear.named_parameters())
+        part = module._Linear(linear)
+        part.leave()
+        part.come_back()
+        after = dict(linear.named_parameters())
+        assert before.keys() == after.keys()
+        assert all(before[name] is after[name] for name in before)
 
 
 def test_a_model_without_outliers_needs_no_list():

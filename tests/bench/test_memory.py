@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 import turbo_rcm_patch as trp
 from tests.patching.families.test_vae_memory import Peak
-from turbo_rcm_patch.bench.memory import checking_stages
+from turbo_rcm_patch.bench.memory import checking_stages, searching_stages
 from turbo_rcm_patch.bench.oracle import run_oracle, trace_in_fp32
 from turbo_rcm_patch.memory.choose import smallest
-from turbo_rcm_patch.memory.components import components_of
+from turbo_rcm_patch.memory.components import components_both_ways, components_of
 from turbo_rcm_patch.memory.empty_models import cast_as_loaded
 from turbo_rcm_patch.memory.needs import models_by_preset
 from turbo_rcm_patch.memory.plan import CONTEXT
@@ -74,12 +74,26 @@ def test_a_trace_takes_at_most_what_the_plan_says(name):
 
 def test_verify_takes_what_the_page_says():
     page = " ".join((Path(__file__).resolve().parents[2] / "docs/memory.md").read_text().split())
-    least = []
-    for frames in (81, 33):
-        for tier in ("exact", "quantized"):
-            ((_, patched),) = models_by_preset("wan2.1-14b", preset=tier)
-            components = components_of(patched.models, patched.config)
-            stages = list(stages_of(patched._replace(beside=checking_stages), Video(480, 832, frames)))
-            least.append(round((smallest(components, stages).largest_peak(components, stages) + CONTEXT) / 1e9))
+    least = [least_of(tier, frames) for frames in (81, 33) for tier in ("exact", "quantized")]
     words = "at least {} GB in the exact tier and {} GB in 8 bits with 81 frames, {} GB and {} GB with 33 (calculated)"
     assert words.format(*least) in page
+    least = [least_of("quantized", frames, searching_stages, components_both_ways) for frames in (81, 33, 5)]
+    assert "{} GB with 81 frames, {} GB with 33, {} GB with 5 (calculated)".format(*least) in page
+
+
+def least_of(tier, frames, beside=checking_stages, count=components_of):
+    """Return the GB that Wan 14B takes at least."""
+    ((_, patched),) = models_by_preset("wan2.1-14b", preset=tier)
+    components = count(patched.models, patched.config)
+    stages = list(stages_of(patched._replace(beside=beside), Video(480, 832, frames)))
+    return round((smallest(components, stages).largest_peak(components, stages) + CONTEXT) / 1e9)
+
+
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "wan2.1-14b", "wan2.2-5b"])
+def test_a_search_also_has_the_oracles_output(name):
+    """And the transformer's inputs and outputs, and in 1.3B's search the exact tier's tensors."""
+    ((_, patched),) = models_by_preset(name, preset="quantized")
+    search, check = next(searching_stages(patched, VIDEO)), next(checking_stages(patched, VIDEO))
+    config = patched.models["transformer"].config
+    oracle = 4 * config.num_attention_heads * config.attention_head_dim * tokens_of("transformer", patched, VIDEO)
+    assert oracle <= search.computing - check.computing <= 0.1 * check.computing

@@ -92,6 +92,20 @@ def test_what_must_leave_8_bits_is_found_written_and_taken(model_with_an_outlier
     assert main([*convert, "--device", "cpu"]) == 0
 
 
+@pytest.mark.usefixtures("cpu_as_a_gpu", "everything_streams")
+def test_the_search_with_vram_finds_the_same(model_with_an_outlier, tmp_path, capsys):
+    options, found = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY[:-2]], []
+    for vram in ([], ["--vram", "10GB"]):
+        file = tmp_path / f"keep{len(vram)}.json"
+        assert main(["verify", *options, "--keep-out", str(file), *vram]) == 0
+        found.append(json.loads(file.read_text()))
+    printed = capsys.readouterr().out
+    assert "its blocks stream" in printed
+    assert "searching a block" in printed
+    assert found[0]["keep"] == found[1]["keep"]
+    assert found[0]["steps"] == found[1]["steps"]
+
+
 def test_a_list_that_does_not_help_is_not_written(model_with_an_outlier, tmp_path, capsys, monkeypatch):
     file = tmp_path / "keep.json"
     file.write_text("mine")
@@ -127,7 +141,6 @@ def test_wrong_lists(capsys, options, message):
         (["--config", "tiny", "a fox"], "leave a prompt out"),
         (["--config", "tiny", "--offload"], "leave --offload out"),
         (["--config", "tiny", "--vram", "8GB"], "leave --vram out"),
-        (["--keep-out", "x.json", "--preset", "quantized", "--vram", "8GB"], "cannot stream; leave --vram out"),
         (["--config", "tiny", "--layers", "0"], "--layers 0: give 1 or more"),
         (["--config", "wan2.2-5b", "--height", "720"], "--height 720 is not divisible by 32; try 704"),
         (["--layers", "2"], "--layers goes with --config"),

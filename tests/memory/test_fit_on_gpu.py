@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
+from tests.bench.test_keep_out import key_channel
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench.compare import compare
-from turbo_rcm_patch.bench.memory import checking_stages
+from turbo_rcm_patch.bench.keep_out import find_keep_out
+from turbo_rcm_patch.bench.memory import checking_stages, searching_stages
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.memory import fit_with
 from turbo_rcm_patch.memory import plan as plan_module
@@ -114,6 +116,27 @@ def test_a_verification_stays_within_the_plan_and_finds_the_same(tier):
     assert torch.cuda.max_memory_allocated() - before <= max(plan.peaks.values())
     assert found["blocks"] == expected["blocks"]
     assert found["parts"] == expected["parts"]
+    plan.undo()
+
+
+def test_a_search_stays_within_the_plan_and_finds_the_same():
+    pipe, config = large_pipeline(), trp.Quantized(vae=False)
+    with torch.no_grad():
+        key_channel(pipe.transformer)
+    call = {"prompt": "a fox", **SIZE, "num_inference_steps": 2}
+    pipe.to(DEVICE)
+    expected = find_keep_out(pipe, call, config=config)
+    pipe.to("cpu")
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    plan = least_plan(pipe, config, searching_stages, both_ways=True)
+    torch.cuda.reset_peak_memory_stats()
+    found = find_keep_out(pipe, call, config=config)
+    assert torch.cuda.max_memory_allocated() - before <= max(plan.peaks.values())
+    assert found.names == expected.names
+    assert found.steps == expected.steps
+    assert all(parameter.device.type == "cpu" for block in pipe.transformer.blocks for parameter in block.parameters())
     plan.undo()
 
 

@@ -26,13 +26,14 @@ from torch import nn
 
 from ..config import Quantized
 from ..keep_list import ATTENTION, VERSION, is_of_attention, keeps_attention, keeps_weights
-from ..kernels.quantized import QuantizedWeight
 from ..patching import patch
 from ..patching.apply import transformers_of
 from ..patching.families import family_of
 from ..patching.families.family import KEPT
+from ..patching.journal import forward_below_hooks
 from ..patching.steps.plan import STATE, state_of
 from ..patching.weights.convert import convertible_linears
+from ..patching.weights.group_offload import update_groups
 from ..patching.weights.linear_8bit import QuantizedLinear
 from ..tiers import ErrorLimits
 from .metrics import relative_l2
@@ -46,6 +47,7 @@ from .oracle import (
     run_unpatched,
     tensors_of,
     trace_in_fp32,
+    weights_with,
 )
 from .parts import dtype_of, sub_layer_errors
 from .verify import check_outputs, named_blocks
@@ -179,7 +181,10 @@ def _is_named(name: str, keep: Sequence[str]) -> bool:
 
 
 class _Linear:
-    """A linear that a patch converts. It has its weight in 8 bits while it is away."""
+    """A linear that a patch converts. While it is away, the host keeps its weight in 8 bits.
+
+    The same parameters come back, because group offloading knows them.
+    """
 
     def __init__(self, linear: nn.Linear):
         self._linear, self._weight = linear, None
@@ -187,11 +192,17 @@ class _Linear:
     def leave(self) -> None:
         self._weight = self._linear.quantized()
         QuantizedLinear.end(self._linear)
+        self._move_weight(torch.device("cpu"))
 
     def come_back(self) -> None:
-        device = self._linear.weight.device  # where offloading has moved the model
-        QuantizedLinear.begin(self._linear, QuantizedWeight(*(tensor.to(device) for tensor in self._weight)))
+        self._move_weight(self._linear.weight.device)  # where offloading has moved the model
+        QuantizedLinear.begin(self._linear, self._weight)
+        self._linear._parameters.update(zip(self._linear.parts, self._weight, strict=True))
         self._weight = None
+
+    def _move_weight(self, device: torch.device) -> None:
+        for parameter in self._weight:
+            parameter.data = parameter.data.to(device)
 
     def nbytes(self) -> int:
         """Return how much smaller the weight is in 8 bits. The linear is away."""
@@ -250,7 +261,7 @@ class _BlockCall:
     def judge(self, limits: ErrorLimits) -> Judged:
         """Run the block as it is now, and return the error nearest its limit, of the block or a sub-layer."""
         args, kwargs = self._inputs
-        patched = self._block.forward(*args, **kwargs)
+        patched = forward_below_hooks(self._block)(*args, **kwargs)
         block = check_outputs(self.name, self._step, patched, self._unpatched, self._oracle, limits)
         errors = sub_layer_errors(self._block, self._trace, args, kwargs)
         found = [Judged(self.name, self._step, what, error, limits.part) for what, error in errors.items()]
@@ -268,6 +279,7 @@ class _ModelCall:
     def run(self, replacement: Replacement | None = None) -> torch.Tensor:
         """Return the transformer's output, with the output of every block replaced if a replacement is given."""
         args, kwargs = self._inputs
+        update_groups(self.model)
         with contextlib.ExitStack() as hooks:
             if replacement is not None:
                 for _, block in family_of(self.model).every_block(self.model):
@@ -287,9 +299,11 @@ class _ModelCall:
 
 
 def _replace_output(block: nn.Module, replacement: Replacement):
-    return block.register_forward_hook(
-        lambda block, args, kwargs, _: replacement(block, args, kwargs), with_kwargs=True
-    )
+    def hook(block: nn.Module, args: tuple, kwargs: dict, _: Output) -> Output:
+        with weights_with(block, args, kwargs):
+            return replacement(block, args, kwargs)
+
+    return block.register_forward_hook(hook, with_kwargs=True)
 
 
 def _rounded_oracle(block: nn.Module, args: tuple, kwargs: dict) -> Output:
@@ -336,12 +350,15 @@ class _Search:
     def run(self, call: Mapping[str, object], seed: int) -> None:
         """Let parts leave until all blocks of a generation, and then its steps, are within their limits."""
         steps = CheckedSteps(self._pipe, FEW)
+        self._update_groups()
 
         def check_block(name: str) -> Callable:
             def hook(block: nn.Module, args: tuple, kwargs: dict, _: Output) -> Output:
-                unpatched = run_unpatched(block, args, kwargs)
-                if steps.is_checked:
-                    self._check_block(_BlockCall(name, steps.now, block, args, kwargs, unpatched))
+                with weights_with(block, args, kwargs):
+                    unpatched = run_unpatched(block, args, kwargs)
+                    if steps.is_checked:
+                        self._check_block(_BlockCall(name, steps.now, block, args, kwargs, unpatched))
+                self._update_groups()
                 return unpatched
 
             return hook
@@ -365,6 +382,11 @@ class _Search:
         self._in_8_bits = [model_call.judge() for model_call in self._calls]
         self._let_only(before, self._parts)
         self._settle(list(self._alone), self._worst_step)
+
+    def _update_groups(self) -> None:
+        """Let group offloading move the weights that the transformers have now."""
+        for model in transformers_of(self._pipe).values():
+            update_groups(model)
 
     def _check_block(self, call: _BlockCall) -> None:
         path = call.name.partition(".")[2]
@@ -431,10 +453,11 @@ class _Search:
         device = device_of(args, kwargs)
         if device.type != "cuda":
             return None
-        run = WithoutGraph(lambda: block.forward(*args, **kwargs))
+        run = WithoutGraph(lambda: forward_below_hooks(block)(*args, **kwargs))
         times = []
-        for change in (lambda: None, lambda: self.come_back([name])):
-            change()
-            times.append(statistics.median(take_turns({name: run}, device, ROUNDS)[name]))
-        self.leave([name])
+        with weights_with(block, args, kwargs):
+            for change in (lambda: None, lambda: self.come_back([name])):
+                change()
+                times.append(statistics.median(take_turns({name: run}, device, ROUNDS)[name]))
+            self.leave([name])
         return times[0] - times[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -10,10 +11,11 @@ from torch import nn
 from ..config import Exact, PatchConfig, Sparse
 from ..kernels.sparse_linear.sparse_linear_reference import GATHERED_VALUES
 from ..memory.components import blocks_of
-from ..memory.stages import Patched, Stage, Video, lora_itemsize, stages_of, tokens_of, unpatched_stages
+from ..memory.stages import TEXT_TOKENS, Patched, Stage, Video, lora_itemsize, stages_of, tokens_of, unpatched_stages
 from ..patching.families import family_of
 from ..patching.families.vae.chunks import unpatched_decoding_bytes
-from ..tiers import is_low_precision
+from ..tiers import EXACT, is_low_precision
+from .keep_out import FEW
 from .metrics import AT_ONCE
 
 FP32_BYTES, FP64_BYTES = torch.float32.itemsize, torch.float64.itemsize
@@ -49,13 +51,34 @@ def checking_stages(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("checking the decoding", ("vae",), *checks)
 
 
+def searching_stages(patched: Patched, video: Video) -> Iterator[Stage]:
+    """Yield the stages of `verify --keep-out`: the search, and the checks after it.
+
+    A block runs beside its oracle's output, perhaps all of it in the model's dtype. The transformer's inputs and
+    outputs of a few steps stay, with and without guidance.
+    """
+    for name, model in patched.models.items():
+        if family_of(model) is None:
+            continue
+        config, sizes = model.config, family_of(model).blocks[0].sizes
+        wide, high = _itemsizes(model)
+        exact, own = (sizes.bytes_per_token(config, wide, tier) for tier in (EXACT, patched.config.tier))
+        patch = config.get("patch_size") or (1, 2, 2)
+        latents = (patch if type(patch) is int else math.prod(patch)) * (config["in_channels"] + config["out_channels"])
+        C = config["num_attention_heads"] * config["attention_head_dim"]
+        of_token = high * C + max(0, exact - own) + 2 * FEW * wide * latents
+        text = 2 * FEW * TEXT_TOKENS * wide * (config.get("text_dim") or C)
+        taken = _block_bytes(name, patched, video) + tokens_of(name, patched, video) * of_token + text
+        yield Stage("searching a block", (name,), taken)
+    yield from checking_stages(patched, video)
+
+
 def _block_bytes(name: str, patched: Patched, video: Video) -> int:
     """Return the bytes of a block's oracle with its weights, and of the block's input and results."""
     model, own = patched.models[name], patched.own_timesteps
     family, tokens = family_of(model), tokens_of(name, patched, video)
     config, sizes = model.config, family.blocks[0].sizes
-    dtype = family.compute_dtype(model)
-    wide, high = dtype.itemsize, FP32_BYTES if is_low_precision(dtype) else FP64_BYTES
+    wide, high = _itemsizes(model)
     C = config["num_attention_heads"] * config["attention_head_dim"]
     oracle = sizes.unpatched_bytes_per_token(config, high, high if lora_itemsize(model) else 0, own)
     parts = 0 if isinstance(patched.config, Exact) else _parts_bytes(config, patched.config, wide, own, sizes)
@@ -65,6 +88,12 @@ def _block_bytes(name: str, patched: Patched, video: Video) -> int:
     scores = 3 * config["num_attention_heads"] * tokens**2 * high if high == FP64_BYTES else 0
     gathered = GATHERED if isinstance(patched.config, Sparse) else 0
     return tokens * of_token + weights * high + scores + gathered + 3 * FP64_BYTES * AT_ONCE
+
+
+def _itemsizes(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of a value in a transformer's dtype, and in that of its oracle."""
+    dtype = family_of(model).compute_dtype(model)
+    return dtype.itemsize, FP32_BYTES if is_low_precision(dtype) else FP64_BYTES
 
 
 def _parts_bytes(config: Mapping[str, object], tier: PatchConfig, wide: int, own: bool, sizes) -> int:

@@ -132,11 +132,15 @@ def plain_twin(block: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def weights_with(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Iterator[None]:
-    """A context in which a block's weights are on the device of its inputs, where a hook may have taken them away."""
+    """A context in which a block's weights are on the device of its inputs, where a hook may have taken them away.
+
+    At its end they go back. So do those that took the place of others meanwhile.
+    """
     device = device_of(args, kwargs)
     if "_diffusers_hook" in vars(block) and device.type == "cuda":
         torch.cuda.synchronize(device)  # group offloading may be copying them on another stream
-    moved = [(t, t.data) for t in (*block.parameters(), *block.buffers()) if t.device != device]
+    before = [*block.parameters(), *block.buffers()]
+    moved = [(tensor, tensor.data) for tensor in before if tensor.device != device]
     try:
         for tensor, data in moved:
             tensor.data = data.to(device)
@@ -144,6 +148,10 @@ def weights_with(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) ->
     finally:
         for tensor, data in moved:
             tensor.data = data
+        known = set(map(id, before))
+        for tensor in (*block.parameters(), *block.buffers()) if moved else ():
+            if id(tensor) not in known:
+                tensor.data = tensor.data.to(moved[0][1].device)
 
 
 def device_of(args: tuple, kwargs: Mapping[str, object]) -> torch.device:

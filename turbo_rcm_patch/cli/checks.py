@@ -62,8 +62,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _check_vram(arguments: argparse.Namespace) -> None:
-    if getattr(arguments, "keep_out", None) is not None:
-        raise CommandError("--keep-out takes weights out of 8 bits and back, which cannot stream; leave --vram out.")
     try:
         parse_amount(arguments.vram)
     except ValueError as error:

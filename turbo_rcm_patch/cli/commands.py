@@ -22,7 +22,7 @@ from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import VARIANTS, evaluate, label_of, videos_at_a_time
 from ..bench.keep_out import find_keep_out
-from ..bench.memory import checking_stages, evaluation_stages
+from ..bench.memory import checking_stages, evaluation_stages, searching_stages
 from ..bench.report import (
     comparison_table,
     evaluation_table,
@@ -170,7 +170,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments) if arguments.config is None else build_case(arguments)
     config, found = choose_config(arguments), None
     if arguments.vram is not None:
-        print(_fitted(arguments, pipe, call, config, checking_stages), end="\n\n")
+        searches = arguments.keep_out is not None  # on weights that leave 8 bits and come back
+        stages = searching_stages if searches else checking_stages
+        print(_fitted(arguments, pipe, call, config, stages, both_ways=searches), end="\n\n")
     if arguments.keep_out is not None:
         found = find_keep_out(pipe, call, seed=arguments.seed, config=config)
         config = replace(config, keep=found.names)

@@ -172,6 +172,15 @@ def slot_below_hooks(module: torch.nn.Module) -> tuple[object, str] | None:
     return (innermost, name) if getattr(innermost, name) == MethodType(type(module).forward, module) else None
 
 
+def forward_below_hooks(module: torch.nn.Module) -> Callable:
+    """Return the forward that diffusers' hooks on a module run, such as the patched one, or the module's own."""
+    registry = module.__dict__.get("_diffusers_hook")
+    if registry is None or not registry.hooks:
+        return module.forward
+    innermost = registry._fn_refs[0]
+    return innermost.forward if innermost.original_forward is None else innermost.original_forward
+
+
 def _hook_slots(entry: _Entry) -> list[tuple[object, str]]:
     """Return where hooks on a module keep the forward: accelerate's ``_old_forward``, diffusers' ``_fn_refs``."""
     module, forward = entry.module, entry.value
