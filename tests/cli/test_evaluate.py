@@ -42,7 +42,7 @@ def test_evaluate_with_vram_finds_the_same(preset, tmp_path, capsys):
     found, output = [], tmp_path / "evaluation.json"
     without_device = [text for text in EVALUATE if text not in ("--device", "cpu")]
     for vram in ([], ["--vram", "10GB"]):
-        options = ["--steps", "1", "--dtype", "bfloat16", "--preset", preset, "--json", str(output), *vram]
+        options = ["-n", "1", "--steps", "1", "--dtype", "bfloat16", "--preset", preset, "--json", str(output), *vram]
         assert main([*without_device, *options]) == 0
         found.append(json.loads(output.read_text())["results"])
     printed = capsys.readouterr().out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 from collections.abc import Iterator
 
 import torch
@@ -40,8 +42,13 @@ def decoded(vae: ModelMixin, z: torch.Tensor) -> torch.Tensor:
 
 def decode_flops(vae: ModelMixin, shape: torch.Size) -> int:
     """Return the FLOPs of diffusers' own decoder without tiling, for latents [B, z_dim, F, H, W]."""
+    return _decode_flops(type(vae), vae.to_json_string(), tuple(shape))
+
+
+@functools.cache
+def _decode_flops(vae_class: type[ModelMixin], config: str, shape: tuple[int, ...]) -> int:
     with torch.device("meta"):
-        twin = type(vae).from_config(vae.config)
+        twin = vae_class.from_config(json.loads(config))
         with FlopCounterMode(display=False) as counted:
             decoded(twin, torch.empty(shape))
     return counted.get_total_flops()

@@ -38,8 +38,8 @@ WAN_720P = {}, (1, 16, 21, 90, 160)
 TI2V_720P = TI2V_5B_VAE, (1, 48, 31, 44, 80)
 FEW = 5  # latent frames, where each of them is decoded alone
 SIZES = {"wan 2.1, 480p": WAN_480P, "wan 2.1, 720p": WAN_720P, "ti2v-5b, 720p": TI2V_720P}
-# The largest model for each, and the bytes of a weight with which it fits a card of 24 GB.
-BESIDE = [("wan 2.1, 480p", "wan2.1-14b", 1), ("wan 2.1, 720p", "wan2.1-14b", 1), ("ti2v-5b, 720p", "wan2.2-5b", 2)]
+# The largest model for each VAE, and the bytes of a weight with which it fits a card of 24 GB.
+BESIDE = [("wan 2.1, 720p", "wan2.1-14b", 1), ("ti2v-5b, 720p", "wan2.2-5b", 2)]
 
 
 LAYOUTS = {}  # by op and arguments, the layout of the new tensor that it returns; PyTorch takes longer to calculate it
@@ -184,8 +184,9 @@ def test_tiles_take_less_than_diffusers():
         assert "as many frames as 128 MiB hold at a time" in patch.summary()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["wan 2.1, 480p", "ti2v-5b, 720p"])
 def test_the_estimate_is_what_a_decode_takes(size):
+    """At 720p the estimate for Wan 2.1 is held to what a GPU measured."""
     vae, z = real(size)
     video = video_of(vae, z)
     assert 0.95 <= decoding_bytes(vae, *video) / patched_peak(size) <= 1.1
