@@ -243,6 +243,7 @@ def test_a_failure_in_the_middle_puts_everything_back(everything_streams):
     assert not hooks_of(pipe)
     assert not pipe.vae.use_tiling
     assert abs(video_of(pipe) - expected).max() == 0
+    fit_on_the_cpu(pipe)  # no model is in the plan that failed
 
 
 def test_a_host_that_is_too_small(everything_streams, monkeypatch):
@@ -256,6 +257,21 @@ def test_a_host_that_is_too_small(everything_streams, monkeypatch):
     with pytest.raises(trp.DoesNotFit, match=message):
         fit_on_the_cpu(pipe)
     assert not hooks_of(pipe)
+
+
+@pytest.mark.parametrize(("version", "prefix"), [(0, ""), (1, "total_")])
+def test_a_containers_limit_counts(version, prefix, tmp_path, monkeypatch):
+    monkeypatch.setattr(host_module, "CGROUP", tmp_path)
+    free = 10**12
+    monkeypatch.setattr(host_module.psutil, "virtual_memory", lambda: mock.Mock(available=free))
+    assert host_module.free_memory() == free
+    limit, used, statistics, _ = (tmp_path / name for name in host_module.CONTAINERS[version])
+    limit.parent.mkdir(exist_ok=True)
+    used.write_text("9000000\n")
+    statistics.write_text(f"cache 5\n{prefix}active_file 3000000\n{prefix}inactive_file 1000000\n")
+    for given, expected in (("max\n", free), ("20000000\n", 15_000_000), (f"{2 * free}\n", free)):
+        limit.write_text(given)
+        assert host_module.free_memory() == expected
 
 
 def test_weights_of_a_mapped_file_take_memory_when_they_are_pinned(everything_streams, monkeypatch):

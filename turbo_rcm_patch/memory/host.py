@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import psutil
 from torch import nn
@@ -11,6 +12,13 @@ from ..amounts import in_gb
 from .choose import Placement
 from .components import Component
 from .pinned import SLAB
+
+CGROUP = Path("/sys/fs/cgroup")
+# A container's limit, its use, and its statistics with the prefix of the names there: of cgroups' versions 2 and 1.
+CONTAINERS = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
 
 
 class DoesNotFit(RuntimeError):
@@ -22,7 +30,7 @@ def check_host(
 ) -> None:
     """Raise DoesNotFit if the host has too little memory for what a placement moves there."""
     _, pinned = placement.on_host(components)
-    free = psutil.virtual_memory().available
+    free = free_memory()
     on_cpu = all(p.device.type == "cpu" for name in placement.streaming for p in models[name].parameters())
     # Weights that are in ordinary memory are pinned one by one, each in place of itself. Those that are read from a
     # mapped file take memory only then.
@@ -37,6 +45,22 @@ def check_host(
             "close other programs, or let diffusers offload to disk instead of fit (enable_group_offload with "
             "offload_to_disk_path)."
         )
+
+
+def free_memory() -> int:
+    """Return the bytes that this process can still take: those that are free, or that its container's limit leaves."""
+    left = [psutil.virtual_memory().available]
+    for *files, prefix in CONTAINERS:
+        try:
+            limit, used, statistics = ((CGROUP / file).read_text() for file in files)
+            sizes = dict(line.split() for line in statistics.splitlines())
+            cached = sum(
+                int(sizes[f"{prefix}{state}_file"]) for state in ("active", "inactive")
+            )  # which can be dropped
+            left.append(int(limit) - int(used) + cached)
+        except (OSError, ValueError, KeyError):  # no such container, or "max": no limit
+            continue
+    return min(left)
 
 
 def _ordinary_memory() -> int:
