@@ -4,9 +4,15 @@ Names and formats are written out here once more, so that a slip in the package'
 """
 
 import copy
+from functools import partial
 
 import torch
 from safetensors.torch import save_file
+
+from turbo_rcm_patch.checkpoints import lora
+from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
+
+read_lora = partial(lora.read_lora, names=WAN_NAMES)
 
 BLOCK = {  # the authors' names of a block's linears, and diffusers'
     "self_attn.q": "attn1.to_q",

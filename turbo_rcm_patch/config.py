@@ -207,6 +207,9 @@ class Quantized(_In8Bits):
         return "attention" not in self.quantize
 
 
+SLA_TOPK = 0.1  # the share of key blocks that TurboDiffusion publishes for Wan
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sparse(_In8Bits):
     """Sparse-linear attention (SLA), for weights that were trained with it. The other options: see `PatchConfig`.
@@ -218,19 +221,21 @@ class Sparse(_In8Bits):
             which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
             ``turbo-rcm verify --keep-out`` wrote.
         restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
-        topk: the share of key blocks that each block of queries keeps, above 0 and at most 1.
+        topk: the share of key blocks that each block of queries keeps, above 0 and at most 1. None: the published one,
+            0.1 for Wan and 0.3 for LTX-2.
         blocks: (queries, keys), the tokens in a block that the weights were trained with. None: TurboDiffusion's own,
             (128, 64), and for 8-bit attention on sm_90 (64, 128).
     """
 
-    topk: float = 0.1
+    topk: float | None = None
     blocks: Sequence[int] | None = None
 
     tier: ClassVar[Tier] = SPARSE
 
     def __post_init__(self):
         super().__post_init__()
-        _check_share("topk", self.topk, "the key blocks")
+        if self.topk is not None:
+            _check_share("topk", self.topk, "the key blocks")
         self._check_pair("blocks", "(queries, keys), two whole numbers of tokens, at least 1", 1)
 
 

@@ -23,10 +23,10 @@ from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.checkpoints.names import official_name
 from turbo_rcm_patch.checkpoints.whole import QUANTIZED_BLOCK
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.patching.families.wan.cases import CASES
+from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
 
 INTERVAL = 0.02  # seconds between two readings of a process's memory
 BLOCK_LINEARS = (".self_attn.", ".cross_attn.", ".ffn.")
@@ -80,8 +80,8 @@ def random_weights(model: WanTransformer3DModel, *, quantized: bool) -> Iterator
     """Yield a file's tensors by the names in it."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        path, _, part = name.rpartition(".")
-        key = f"{official_name(path)}.{part}" if part in ("weight", "bias") else official_name(name)
+        part = name.rpartition(".")[2]
+        key = WAN_NAMES.official_parameter(name)
         in_8_bits = quantized and part == "weight" and parameter.dim() == 2 and any(at in key for at in BLOCK_LINEARS)
         if in_8_bits:
             blocks = [-(-size // QUANTIZED_BLOCK) for size in parameter.shape]

@@ -376,7 +376,8 @@ def launch_sparse_linear_attention() -> None:
     for (dtype, head_dim, (block_q, block_k)), v_format in product(cases, formats):
         x, weight, bias = (meta(*shape, dtype=dtype) for shape in ((2, 300, 3, head_dim), (head_dim,) * 2, (head_dim,)))
         options = {"block_q": block_q, "block_k": block_k, "quantized": v_format is not None, "v_format": v_format}
-        sparse_linear_attention(x, x, x, weight, bias, topk=0.5, **options)
+        for proj_l in ((weight, bias), (None, None)):
+            sparse_linear_attention(x, x, x, *proj_l, topk=0.5, **options)
     x, weight = meta(2, 300, 3, 128, dtype=FP16), meta(128, 128, dtype=FP32)
     for quantized in (False, True):
         sparse_linear_attention(x, x, x, weight, None, topk=0.5, quantized=quantized)

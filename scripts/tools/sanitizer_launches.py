@@ -192,7 +192,8 @@ def launch_sparse_attention(device: torch.device) -> None:
         block_sparse_attention(q, k, v, mass=0.5, block_q=block_q, block_k=block_k)
         for eight_bits in (False, True):
             options = {"block_q": block_q, "block_k": block_k, "quantized": eight_bits}
-            sparse_linear_attention(q, k, v, values(head_dim, head_dim), topk=0.5, **options)
+            for weight in (values(head_dim, head_dim), None):
+                sparse_linear_attention(q, k, v, weight, topk=0.5, **options)
 
 
 PARTS = {

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests import lora_files
+from tests.lora_files import read_lora
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.checkpoints.lora import looks_like_lora, read_lora
+from turbo_rcm_patch.checkpoints.lora import looks_like_lora
 
 IMAGE = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
 

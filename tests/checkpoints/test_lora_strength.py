@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import turbo_rcm_patch as trp
 from tests import lora_files
+from tests.lora_files import read_lora
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.files import find_files, read_tensors
-from turbo_rcm_patch.checkpoints.lora import read_lora
 from turbo_rcm_patch.checkpoints.peft_config import PeftConfig
 
 PATTERNS = {"alpha_pattern": {"blocks.1.attn1.to_q": 1}, "rank_pattern": {"^blocks.0.attn2.to_k": 4}}

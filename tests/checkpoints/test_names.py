@@ -7,7 +7,8 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.lora_files import BLOCK, IMAGE_BLOCK, IMAGE_OUTSIDE, NORMS, OUTSIDE
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.checkpoints.names import ModelNames, official_name
+from turbo_rcm_patch.checkpoints.names import ModelNames
+from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
 
 IMAGE = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36, "pos_embed_seq_len": 8}
 
@@ -33,20 +34,20 @@ def test_modules_are_found_by_every_name(model, around):
         model.add_adapter(LoraConfig(target_modules=["to_q", "ffn.net.2", "proj_out"]))
     elif around != "nothing":
         trp.patch(model, "exact" if around == "patch" else "quantized")
-    names = ModelNames(model)
+    names = ModelNames(model, WAN_NAMES)
     for theirs, ours in expected(model).items():
         for name in (theirs, ours, theirs.replace(".", "_"), ours.replace(".", "_"), theirs.replace(".", "_", 2)):
             assert names.module(name) == ours, name
-        assert official_name(ours) == theirs
+        assert WAN_NAMES.official(ours) == theirs
         assert names.modules[ours] is modules[ours]
 
 
 def test_every_parameter_has_a_name_and_an_owner(model):
-    names, found = ModelNames(model), set()
+    names, found = ModelNames(model, WAN_NAMES), set()
     for path, _ in model.named_parameters():
         module, _, own = path.rpartition(".")
         if own in ("weight", "bias"):
-            assert names.parameter(official_name(module), own) == path
+            assert names.parameter(WAN_NAMES.official(module), own) == path
         elif own == "scale_shift_table":
             assert names.parameter(module or "head", "modulation") == path
             assert names.parameter(f"{module or 'head'}.modulation", "weight") == path
@@ -59,7 +60,7 @@ def test_every_parameter_has_a_name_and_an_owner(model):
 
 
 def test_what_is_not_there():
-    names = ModelNames(tiny_wan_transformer())
+    names = ModelNames(tiny_wan_transformer(), WAN_NAMES)
     assert names.module("blocks.0.cross_attn.k_img") is None
     assert (
         names.why_absent("blocks.0.cross_attn.k_img")
@@ -81,7 +82,7 @@ def test_what_is_not_there():
 
 def test_the_norm_without_a_weight_does_not_hide_the_other(model):
     """diffusers' norm3 has none; the authors' norm3 is diffusers' norm2."""
-    names = ModelNames(model)
+    names = ModelNames(model, WAN_NAMES)
     assert names.parameter("blocks.1.norm3", "weight") == names.parameter("blocks.1.norm2", "weight")
     assert names.parameter("blocks.1.norm3", "weight") == "blocks.1.norm2.weight"
     assert torch.equal(getattr(*names.owner("blocks.1.norm2.weight")), model.blocks[1].norm2.weight)

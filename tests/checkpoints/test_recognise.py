@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests import lora_files
+from tests.lora_files import read_lora
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.checkpoints.lora import read_lora
 from turbo_rcm_patch.checkpoints.recognise import (
     by_name,
     checkpoint_by_keys,

@@ -11,6 +11,7 @@ from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.lazy import open_tensors
 from turbo_rcm_patch.checkpoints.whole import WholeModel, cast, copy_into, dequantize_blocks
+from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
 
 I2V = {"in_channels": 36, "image_dim": 4, "added_kv_proj_dim": "inner"}
 
@@ -30,7 +31,7 @@ OLD = {"old": {"_use_new_zipfile_serialization": False}}
 
 def read(path, model, **options):
     with open_tensors(path) as tensors:
-        found = WholeModel(path, tensors, model, **options)
+        found = WholeModel(path, tensors, model, WAN_NAMES, **options)
         parameters = dict(model.named_parameters())
         weights = {name: cast(weight, parameters[name]).clone() for name, weight in found.weights.items()}
         proj_l = {name: {part: t.load().clone() for part, t in parts.items()} for name, parts in found.proj_l.items()}

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from diffusers import DiffusionPipeline
 
-from ..config import BlockSparse, PatchConfig, Sparse, resolve_config
+from ..config import SLA_TOPK, BlockSparse, PatchConfig, Sparse, resolve_config
 from ..patching import patch
 from ..shapes.grammar import Scene, draw_scene
 from ..shapes.judge import SCORED, decode, score
@@ -269,7 +269,7 @@ def label_of(name: str, config: PatchConfig) -> str:
     """Return a variant's name, with what a sparse attention keeps: "sparse, topk 0.1, blocks 16×16"."""
     if not isinstance(config, (Sparse, BlockSparse)):
         return name
-    keeps = f"mass {config.mass:g}" if isinstance(config, BlockSparse) else f"topk {config.topk:g}"
+    keeps = f"mass {config.mass:g}" if isinstance(config, BlockSparse) else f"topk {config.topk or SLA_TOPK:g}"
     blocks = "" if config.blocks is None else f", blocks {'×'.join(map(str, config.blocks))}"
     return f"{name}, {keeps}{blocks}"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from .. import kernels
-from ..config import PRESETS
+from ..config import PRESETS, SLA_TOPK
 from ..kernels.sparse_linear.sparse_linear_reference import linear_attention
 from .ops import Contest, Draws, attention_oracle
 from .ops_quantized import autoregressive
@@ -42,7 +42,7 @@ def sla_projection(draw: Draws, head_dim: int) -> tuple[torch.Tensor, torch.Tens
 
 def sla_options(device: torch.device, *, quantized: bool = True) -> dict[str, object]:
     block_q, block_k = kernels.sparse_block_sizes(device, quantized=quantized)
-    return {"topk": PRESETS["sparse"].topk, "block_q": block_q, "block_k": block_k, "quantized": quantized}
+    return {"topk": SLA_TOPK, "block_q": block_q, "block_k": block_k, "quantized": quantized}
 
 
 def sla_oracle(
@@ -60,7 +60,7 @@ def sla_oracle(
     It keeps the key blocks that ours chooses from q and k: a different choice between near ties is no error."""
     _, tokens, heads, head_dim = v.shape
     block_q, block_k = kernels.sparse_block_sizes(v.device, quantized=quantized)
-    kept = kernels.kept_blocks(tokens, block_k, PRESETS["sparse"].topk).count
+    kept = kernels.kept_blocks(tokens, block_k, SLA_TOPK).count
 
     def on_rows(rows: torch.Tensor) -> torch.Tensor:
         of_rows = kernels.chosen_key_blocks(q, k, kept, block_q, block_k)[0][:, rows // block_q].long()

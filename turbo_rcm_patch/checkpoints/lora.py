@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .lycoris import FACTORS, Product, kinds_of, product_of
-from .names import ModelNames, without_prefix
+from .names import ModelNames, Names, without_prefix
 from .peft_config import PeftConfig
 
 # PEFT puts the adapter's name into a key, unless it saves the adapter itself: lora_A.default.weight.
@@ -91,25 +91,28 @@ class Lora:
         return sorted({pair.rank for pair in self.pairs.values()})
 
 
-def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: Mapping[str, str] | None = None) -> Lora:
-    """Return the contents of a LoRA file for a Wan transformer, which may be patched and have LoRA layers.
+def read_lora(
+    tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: Mapping[str, str] | None = None, *, names: Names
+) -> Lora:
+    """Return the contents of a LoRA file for a transformer, which may be patched and have LoRA layers.
 
+    names: those of the model's family.
     metadata: the safetensors file's metadata with PEFT's configuration, or None (`read_tensors`).
 
     Raises ValueError for a file without a LoRA, a LoRA of another kind such as DoRA, a weight that the file has twice
     with different values, and shapes that do not fit the model. The error lists all such shapes. A second copy with
     equal values is unused.
     """
-    names, lora, misfits, config = ModelNames(model), Lora(), [], PeftConfig(metadata or {})
+    of_model, lora, misfits, config = ModelNames(model, names), Lora(), [], PeftConfig(metadata or {})
     for key in tensors:
         if (kind := _other_kind(key)) is not None:
             raise ValueError(
                 f"it is {kind} ({key}), which is not supported; merge it into its model with the tool that trained it, "
                 "and load that model"
             )
-    grouped = _grouped(tensors, names, lora)
+    grouped = _grouped(tensors, of_model, lora)
     for name, parts in grouped.items():
-        _Entry(name, parts, names, lora, misfits).add(config)
+        _Entry(name, parts, of_model, lora, misfits).add(config)
     lora.unused.update(dict.fromkeys(config.unknown, "unknown setting of PEFT"))
     if not grouped:
         raise ValueError(f"it holds no LoRA, only {_some(list(tensors))}")

@@ -1,4 +1,4 @@
-"""Names of Wan's modules and parameters: the authors' own, diffusers', and Kohya's with underscores.
+"""Names of modules and parameters: the authors' own, diffusers', and Kohya's with underscores.
 
 Tools put prefixes before all names of a file, and wrappers of modules put parts into them: `without_prefix`.
 """
@@ -6,7 +6,8 @@ Tools put prefixes before all names of a file, and wrappers of modules put parts
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -16,6 +17,7 @@ PREFIXES = (
     *("transformer.", "transformer_2."),  # diffusers
     *("pipe.dit.", "dit."),  # DiffSynth
     *("base_model.model.", "module.", "model.", "net."),  # PEFT, DistributedDataParallel, CausVid, rCM
+    "velocity_model.",  # LTX-2's authors and TurboT2AV
     *(
         "lora_unet__",
         "lora_unet_",
@@ -26,34 +28,48 @@ PREFIXES = (
 # torch.compile, FSDP and activation checkpointing, at the beginning or inside of a name.
 _WRAPPER = re.compile(r"(?<![a-z])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[._]")
 
-# Patterns of diffusers' names, and the official names. All are applied in turn to a module's or parameter's name.
-_OFFICIAL = [
-    (r"\.attn1\.", ".self_attn."),
-    (r"\.attn2\.", ".cross_attn."),
-    (r"\.to_([qkv])$", r".\1"),
-    (r"\.to_out\.0$", ".o"),
-    (r"\.add_([kv])_proj$", r".\1_img"),
-    (r"\.norm_added_([kq])$", r".norm_\1_img"),
-    (r"\.ffn\.net\.0\.proj$", ".ffn.0"),
-    (r"\.ffn\.net\.2$", ".ffn.2"),
-    (r"^((?:vace_)?blocks\.\d+)\.norm2$", r"\1.norm3"),  # the norm of the two that has a weight
-    (r"^((?:vace_)?blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
-    (r"^(vace_blocks\.\d+)\.proj_in$", r"\1.before_proj"),
-    (r"^(vace_blocks\.\d+)\.proj_out$", r"\1.after_proj"),
-    (r"^scale_shift_table$", "head.modulation"),
-    (r"^proj_out$", "head.head"),
-    (r"^condition_embedder\.text_embedder\.linear_1$", "text_embedding.0"),
-    (r"^condition_embedder\.text_embedder\.linear_2$", "text_embedding.2"),
-    (r"^condition_embedder\.time_embedder\.linear_1$", "time_embedding.0"),
-    (r"^condition_embedder\.time_embedder\.linear_2$", "time_embedding.2"),
-    (r"^condition_embedder\.time_proj$", "time_projection.1"),
-    (r"^condition_embedder\.image_embedder\.norm1$", "img_emb.proj.0"),
-    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj$", "img_emb.proj.1"),
-    (r"^condition_embedder\.image_embedder\.ff\.net\.2$", "img_emb.proj.3"),
-    (r"^condition_embedder\.image_embedder\.norm2$", "img_emb.proj.4"),
-    (r"^condition_embedder\.image_embedder\.pos_embed$", "img_emb.emb_pos"),
-]
-_OF_IMAGE = re.compile(r"(^|[._])(img_emb|image_embedder|k_img|v_img|add_[kv]_proj|norm_added_[kq])([._]|$)")
+PROJ_L = "proj_l"
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names that the authors of a family's models give to modules and parameters. A family states them.
+
+    title: the models' name for messages.
+    blocks: the list of blocks, in diffusers' names and the authors'.
+    patterns: patterns of diffusers' names, and the official names. All are applied in turn.
+    self_attentions: the names of a block's self-attention that may have SLA's projection proj_l, diffusers' first.
+    of_image: a pattern of the parts that only a model with images has, or None.
+    ignored: a pattern of the beginnings of names that belong to other models in the same file, or None.
+    """
+
+    title: str
+    blocks: str
+    patterns: tuple[tuple[str, str], ...]
+    self_attentions: tuple[str, ...]
+    of_image: re.Pattern | None = None
+    ignored: re.Pattern | None = None
+
+    def official(self, name: str) -> str:
+        """Return the authors' name for diffusers' name of a module, or of a parameter that is no weight or bias."""
+        for pattern, replacement in self.patterns:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def official_parameter(self, name: str) -> str:
+        """Return the authors' name for diffusers' name of a parameter."""
+        path, _, part = name.rpartition(".")
+        return f"{self.official(path)}.{part}" if part in ("weight", "bias") else self.official(name)
+
+    @property
+    def proj_l(self) -> re.Pattern:
+        """A pattern of SLA's projections in files: the block's name, the module's in it, and weight or bias."""
+        attentions = "|".join(self.self_attentions)
+        return re.compile(rf"^({self.blocks}\.\d+)(\.(?:{attentions})\.(?:\w+\.)*{PROJ_L}\.)(weight|bias)$")
+
+    def fit(self, names: Iterable[str]) -> bool:
+        """True if any of a file's names is of a block of such a model."""
+        return any(without_prefix(name).startswith(f"{self.blocks}.") for name in names)
 
 
 def without_prefix(name: str) -> str:
@@ -64,15 +80,8 @@ def without_prefix(name: str) -> str:
     return name
 
 
-def official_name(name: str) -> str:
-    """Return the authors' name for diffusers' ``name``."""
-    for pattern, replacement in _OFFICIAL:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a Wan transformer's modules by diffusers' names, leaving out LoRA layers that wrap them."""
+    """Yield a transformer's modules by diffusers' names, leaving out LoRA layers that wrap them."""
     for name, module in model.named_modules():
         parts = name.split(".")
         if hasattr(module, "base_layer") or any(part.startswith("lora_") for part in parts):
@@ -80,12 +89,18 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield ".".join(part for part in parts if part != "base_layer"), module
 
 
+def owner_in(modules: Mapping[str, nn.Module], parameter: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a parameter, and its name there. modules: by diffusers' names (`modules_of`)."""
+    path, _, own = parameter.rpartition(".")
+    return modules[path], own
+
+
 class ModelNames:
     """Finds a transformer's modules and parameters by any of their names."""
 
-    def __init__(self, model: nn.Module):
-        self.modules = dict(modules_of(model))
-        self.blocks = len(model.blocks)
+    def __init__(self, model: nn.Module, names: Names):
+        self._names, self.modules = names, dict(modules_of(model))
+        self.blocks = len(getattr(model, names.blocks))
         # Names of parameters other than weight and bias, such as modulation. A weight goes by its module's name.
         own = [
             f"{path}.{name}".lstrip(".")
@@ -98,7 +113,7 @@ class ModelNames:
         with_weights = [name for name, module in self.modules.items() if getattr(module, "weight", None) is not None]
         self._known: dict[str, str] = {}
         for name in (*with_weights, *own):
-            self._known[_plain(name)] = self._known[_plain(official_name(name))] = name
+            self._known[_plain(name)] = self._known[_plain(names.official(name))] = name
 
     def canonical(self, name: str) -> str:
         """Return one name for all spellings of a name."""
@@ -122,16 +137,17 @@ class ModelNames:
 
     def owner(self, parameter: str) -> tuple[nn.Module, str]:
         """Return the module that holds a parameter, and its name there."""
-        path, _, own = parameter.rpartition(".")
-        return self.modules[path], own
+        return owner_in(self.modules, parameter)
 
     def why_absent(self, name: str) -> str:
         """Return the reason why the model has no parameter of this name."""
-        return "the model takes no image" if _OF_IMAGE.search(name) else "the model has no module of this name"
+        of_image = self._names.of_image
+        is_of_image = of_image is not None and of_image.search(name)
+        return "the model takes no image" if is_of_image else "the model has no module of this name"
 
     def block_beyond(self, name: str) -> bool:
         """True if a name belongs to a block that the model does not have."""
-        number = re.match(r"blocks[._](\d+)[._]", name)
+        number = re.match(rf"{self._names.blocks}[._](\d+)[._]", name)
         return number is not None and int(number[1]) >= self.blocks
 
 

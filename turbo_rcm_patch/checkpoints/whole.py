@@ -1,4 +1,4 @@
-"""A whole Wan transformer's weights in the names of any tool, fitted to a model: rCM's, TurboDiffusion's, ComfyUI's.
+"""A whole transformer's weights in the names of any tool, fitted to a model: rCM's, TurboDiffusion's, ComfyUI's.
 
     blocks.N.self_attn.q.weight, ...       the authors' names or diffusers', perhaps under a prefix such as "net."
     NAME.int8_weight, NAME.scale           a weight in 8 bits: int8 · scale[i // 128, j // 128]
@@ -10,7 +10,6 @@ patch_embedding.weight may be a linear's over patches, [C, c·t·h·w]. Every te
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +19,10 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from .lazy import LazyTensor, Tensors
-from .names import modules_of, official_name, without_prefix
+from .names import PROJ_L, Names, modules_of, without_prefix
 from .scaled import FORMATS, Scales, is_8_bits
 
 QUANTIZED_BLOCK = 128
-PROJ_L = "proj_l"
-PROJ_L_NAME = re.compile(r"^(blocks\.\d+)(\.(?:self_attn|attn1)\.(?:\w+\.)*proj_l\.)(weight|bias)$")
 _NO_WEIGHTS = ("_extra_state", "freqs")  # ends of names: buffers that are computed
 
 
@@ -56,24 +53,23 @@ class WholeModel:
     them. A quantised format that is not known raises ValueError with one sentence that names it.
     """
 
-    def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False):
-        """partial: True if the file and the model may each lack parts of the other. ``unfit`` then lists the parts.
+    def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, names: Names, *, partial: bool = False):
+        """names: those of the model's family. partial: True if the file and the model may each lack parts of the other.
+        ``unfit`` then lists the parts.
 
         Quantised weights of unknown formats raise ValueError even so: their values mean nothing without their scales.
-        So do weights with scales: what two such files differ by is mostly rounding. So does any file for a model of
-        another kind than Wan's, because only Wan's published names are known.
+        So do weights with scales: what two such files differ by is mostly rounding.
         """
-        if not hasattr(model, "blocks"):
-            raise ValueError(
-                f"{source} cannot go into the {type(model).__name__}, whose published names are not known here; load "
-                f"it with {type(model).__name__}.from_single_file."
-            )
         self.source, self.quantized, self.unfit = str(source), [], []
+        self._names = names
         self._prefix = _prefix_of(next(iter(tensors)))
         found: dict[str, str] = {}
         problems = _Problems()
         for name in tensors:
-            if not name.endswith(_NO_WEIGHTS) and found.setdefault(without_prefix(name), name) != name:
+            bare = without_prefix(name)
+            if bare.endswith(_NO_WEIGHTS) or (names.ignored is not None and names.ignored.match(bare)):
+                continue
+            if found.setdefault(bare, name) != name:
                 problems.unexpected.append(name)  # a second one that differs in its prefix alone
         every = set(found)
         self._scales = Scales(self.source, tensors, found)
@@ -82,12 +78,13 @@ class WholeModel:
                 f"{self.source} has {self._scales.marks[0]}: it holds weights in 8 bits, and a merge would add their "
                 "rounding to the model. Give the file with weights in bf16, fp16 or fp32."
             )
-        self.weights = {}
-        for name, parameter in parameters_of(model).items():
+        self.weights, parameters = {}, parameters_of(model)
+        self._has_diffusers_names = any(name in found and names.official_parameter(name) != name for name in parameters)
+        for name, parameter in parameters.items():
             weight = self._weight(name, tuple(parameter.shape), tensors, found, problems)
             if weight is not None:
                 self.weights[name] = weight
-        self.proj_l = _take_proj_l(tensors, found, model, problems)
+        self.proj_l = _take_proj_l(tensors, found, model, names, problems)
         problems.unexpected += found.values()
         refuse_companions(self.source, found, every)
         if partial:
@@ -98,7 +95,7 @@ class WholeModel:
     def _weight(
         self, name: str, shape: tuple[int, ...], tensors: Tensors, found: dict[str, str], problems: _Problems
     ) -> Weight | None:
-        official = _official_parameter(name)
+        official = self._names.official_parameter(name)
         for candidate in dict.fromkeys((name, official)):
             module = candidate.removesuffix(".weight")
             if candidate in found:
@@ -113,7 +110,7 @@ class WholeModel:
                 ]
                 self.quantized.append(name)
                 return self._in_8_bits(keys, tensors, shape, problems)
-        problems.missing.append(self._prefix + (name if _are_diffusers(tensors) else official))
+        problems.missing.append(self._prefix + (name if self._has_diffusers_names else official))
         return None
 
     def _plain(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems) -> Weight | None:
@@ -239,51 +236,39 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _official_parameter(name: str) -> str:
-    path, _, part = name.rpartition(".")
-    if part in ("weight", "bias"):
-        return f"{official_name(path)}.{part}"
-    return official_name(name)
-
-
 def _prefix_of(name: str) -> str:
     """Return the prefix that a tool put before a name, or "" if it put a part into the name."""
     bare = without_prefix(name)
     return name.removesuffix(bare) if name.endswith(bare) else ""
 
 
-def _are_diffusers(names: Mapping[str, object]) -> bool:
-    """True if the names are diffusers', not the authors'."""
-    return any(".attn1." in name or "condition_embedder." in name for name in names)
-
-
 def _take_proj_l(
-    tensors: Tensors, found: dict[str, str], model: nn.Module, problems: _Problems
+    tensors: Tensors, found: dict[str, str], model: nn.Module, names: Names, problems: _Problems
 ) -> dict[str, dict[str, LazyTensor]]:
     """Take SLA's projections out of ``found``, and return them."""
-    heads = model.config.num_attention_heads, model.config.attention_head_dim
+    head_dim, blocks = model.config.attention_head_dim, len(getattr(model, names.blocks))
     projections: dict[str, dict[str, LazyTensor]] = {}
-    given = {match.groups(): found.pop(name) for name in list(found) if (match := PROJ_L_NAME.match(name))}
+    given = {match.groups(): found.pop(name) for name in list(found) if (match := names.proj_l.match(name))}
     for (block, _, part), key in given.items():
-        expected = (heads[1],) * (2 if part == "weight" else 1)
-        if int(block.rpartition(".")[2]) >= len(model.blocks):
+        expected = (head_dim,) * (2 if part == "weight" else 1)
+        if int(block.rpartition(".")[2]) >= blocks:
             problems.unexpected.append(key)
         elif problems.is_right(key, tensors[key], expected, "float"):
             projections.setdefault(block, {})[part] = tensors[key]
-    problems.missing += _lacking_proj_l(given, len(model.blocks))
-    return {f"{block}.attn1": parts for block, parts in projections.items() if len(parts) == 2}
+    problems.missing += _lacking_proj_l(given, [f"{names.blocks}.{number}" for number in range(blocks)])
+    return {f"{block}.{names.self_attentions[0]}": parts for block, parts in projections.items() if len(parts) == 2}
 
 
-def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: int) -> list[str]:
+def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: list[str]) -> list[str]:
     """Return the keys of projections that a file lacks, spelled like its other ones, or [] for a file without any.
 
-    given: the file's keys by the three parts of their names.
+    given: the file's keys by the three parts of their names. blocks: the blocks' names.
     """
     if not given:
         return []
     (parts, key), *_ = given.items()
     prefix, path = key.removesuffix("".join(parts)), parts[1]
-    every = [f"{prefix}blocks.{number}{path}{part}" for number in range(blocks) for part in ("weight", "bias")]
+    every = [f"{prefix}{block}{path}{part}" for block in blocks for part in ("weight", "bias")]
     return [key for key in every if key not in given.values()]
 
 

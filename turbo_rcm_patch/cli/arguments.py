@@ -254,7 +254,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width
     parser.add_argument(
         "--preset", default="exact", help=f"the tier of the patch: {', '.join(PRESETS)} (default exact)"
     )
-    kept = "sparse attention: the share of key blocks that each block of queries keeps (default 0.1)"
+    kept = "sparse attention: the share of key blocks that each block of queries keeps (default 0.1, LTX-2: 0.3)"
     parser.add_argument("--topk", type=float, metavar="SHARE", help=kept)
     mass = "block-sparse attention: the share of the estimated attention that each block of queries keeps (default 0.9)"
     parser.add_argument("--mass", type=float, metavar="SHARE", help=mass)

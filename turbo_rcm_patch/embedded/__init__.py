@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..checkpoints.lora import read_lora
 from ..patching.families import family_of
+from ..patching.families.wan.names import WAN_NAMES
 from ..patching.journal import Journal
 from ..patching.steps.sparse_linear import add_projections, by_attention, is_projection
 from ..scheduler import RCMScheduler
@@ -53,7 +54,7 @@ def _add_difference(transformer: WanTransformer3DModel, file: Path) -> None:
     tensors = load_file(file)
     projections = by_attention({name: tensors.pop(name) for name in list(tensors) if is_projection(name)})
     add_projections(Journal(), family_of(transformer).self_attentions(transformer), projections)
-    learned = read_lora(tensors, transformer)
+    learned = read_lora(tensors, transformer, names=WAN_NAMES)
     differences = {f"{name}.weight": pair.product() for name, pair in learned.pairs.items()} | learned.differences
     with torch.no_grad():
         for name, difference in differences.items():

@@ -15,7 +15,7 @@ from scripts.benchmarks.rivals.turbodiffusion_module import turbodiffusion_modul
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.ops import EPS, SDPA, Contender, Contest, Draws, OpCase, op_case
 from turbo_rcm_patch.bench.ops_sparse import DENSE, block_sparse_attention, sla_options, sla_oracle, sla_projection
-from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.config import SLA_TOPK
 from turbo_rcm_patch.kernels import reference
 from turbo_rcm_patch.kernels.dispatch import is_sm90
 from turbo_rcm_patch.kernels.quantized import FP8
@@ -100,7 +100,7 @@ def norms_sparse_linear_attention(
     def dense() -> torch.Tensor:
         return kernels.attention_8bit(kernels.quantize_qkv(q, k, v, norm_q=norm_q, norm_k=norm_k, **options))
 
-    published = turbodiffusion_module(lambda: (*turned(), values), weight, bias, PRESETS["sparse"].topk)
+    published = turbodiffusion_module(lambda: (*turned(), values), weight, bias, SLA_TOPK)
 
     def oracle(rows: torch.Tensor) -> torch.Tensor:
         wide = ((x.float(), norm.float()) for x, norm in ((q, norm_q), (k, norm_k)))
@@ -123,7 +123,7 @@ def sparse_kernel(heads: int, tokens: int, head_dim: int, device: torch.device, 
     weight, bias = sla_projection(draw, head_dim)
     block_q, block_k = kernels.sparse_block_sizes(device, quantized=True)
     pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, weight, block_q, block_k, FP8)
-    kept = kernels.kept_blocks(tokens, block_k, PRESETS["sparse"].topk).count
+    kept = kernels.kept_blocks(tokens, block_k, SLA_TOPK).count
     block_map = choose_blocks(pooled_q, pooled_k, kept)
     quantized = kernels.QuantizedQKV(*qkv, q.dtype)
 

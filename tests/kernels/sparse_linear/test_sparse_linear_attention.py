@@ -145,6 +145,23 @@ def test_without_a_bias(device, quantized):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_a_linear_branch(device, shape, quantized):
+    *sizes, block_q, block_k, kept = shape
+    *qkv, weight, _ = inputs(device, torch.float32, *sizes)
+    options = {"block_q": block_q, "block_k": block_k, "quantized": quantized}
+    options["v_format"] = torch.float16 if quantized else None
+    block_map = random_map(device, *sizes[:3], block_q, block_k, kept)
+    for kept_as in ({"block_map": block_map}, {"topk": 0.7}):
+        expected = sparse_linear_attention(
+            *qkv, torch.zeros_like(weight), **options, **kept_as, implementation="triton"
+        )
+        for name in ("triton", "torch"):
+            actual = sparse_linear_attention(*qkv, None, **options, **kept_as, implementation=name)
+            assert relative_error(actual, expected) <= (1e-6 if name == "triton" else 2e-3 if quantized else 1e-5)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
 def test_scores_far_from_zero(device, quantized):
     """Keys beyond the last token would win the softmax. Their φ is 1 in one channel and underflows in others."""
     for dtype in DTYPES[device]:
@@ -229,6 +246,9 @@ def test_custom_op_contracts(device):
     torch.library.opcheck(ops.sparse_linear_attention.default, (q, k, v, *arguments))
     qkv = [x.flatten(2) for x in (q, k, v)]
     eight_bits = ops.quantize_qkv(*qkv, None, None, None, None, 2, 1e-6, 0.2, torch.float16)
+    torch.library.opcheck(ops.sparse_linear_attention_8bit.default, (PORTABLE, *eight_bits, q, *arguments))
+    arguments = (arguments[0], None, None, None, 64, 64)
+    torch.library.opcheck(ops.sparse_linear_attention.default, (q, k, v, *arguments))
     torch.library.opcheck(ops.sparse_linear_attention_8bit.default, (PORTABLE, *eight_bits, q, *arguments))
 
 

@@ -36,6 +36,7 @@ def test_pools(device, shape):
         k, v = keys_and_values(device, dtype, *sizes)
         pooled_q = _pool_queries(k, block)
         pooled_k, *_ = _summarize_keys(k, v, torch.eye(sizes[3], device=k.device), block)
+        assert torch.equal(_summarize_keys(k, v, None, block)[0], pooled_k)
         exact = definition.pool(k.double(), block)
         centred = exact - k.double().mean(1)[:, :, None]
         for actual, wanted in ((pooled_q, exact), (pooled_k, centred)):
@@ -128,3 +129,5 @@ def test_custom_op_contracts(device):
     torch.library.opcheck(ops.summarize_keys.default, (k, v, torch.eye(64, device=k.device), 64))
     arguments = (k, k, v, torch.eye(64, device=k.device), 64, 64, torch.float16)
     torch.library.opcheck(ops.summarize_8bit.default, arguments)
+    torch.library.opcheck(ops.summarize_keys.default, (k, v, None, 64))
+    torch.library.opcheck(ops.summarize_8bit.default, (k, k, v, None, 64, 64, torch.float16))

@@ -195,11 +195,12 @@ def test_gradients_match_unpatched():
 
 
 @pytest.mark.parametrize("fuse", [FUSION_GROUPS, ()])
-def test_sparse_attention_with_gates_of_heads_and_no_masks(fuse):
+@pytest.mark.parametrize("has_projections", [False, True])
+def test_sparse_attention_with_gates_of_heads_and_no_masks(fuse, has_projections):
     options = {"gated_attn": True}
     model = tiny_family_transformer("ltx2", **options)
     expected = output_of("ltx2", model)
-    for block in model.transformer_blocks:
+    for block in model.transformer_blocks if has_projections else ():
         block.attn1.proj_l = torch.nn.Linear(64, 64)
         torch.nn.init.zeros_(block.attn1.proj_l.weight)
         torch.nn.init.zeros_(block.attn1.proj_l.bias)

@@ -9,8 +9,8 @@ from peft import LoraConfig
 
 import turbo_rcm_patch as trp
 from tests import lora_files
+from tests.lora_files import read_lora
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline
-from turbo_rcm_patch.checkpoints.lora import read_lora
 from turbo_rcm_patch.patching.lora import load as loaded_lora
 from turbo_rcm_patch.patching.lora.load import LoadedLora
 

@@ -13,7 +13,7 @@ from tests.patching.quantized_models import ERROR, add_lora, output_of
 from tests.patching.turbowan import literal, run
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.checkpoints.names import official_name
+from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
 from turbo_rcm_patch.patching.weights import turbodiffusion
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE
@@ -181,8 +181,8 @@ def test_lora(file, when):
 def test_other_families(file, family):
     model, weights = tiny_family_transformer(family), {}
     for name, tensor in tiny_family_transformer(family).state_dict().items():
-        path, _, part = name.rpartition(".")
-        official = f"{official_name(path)}.{part}" if part in ("weight", "bias") else official_name(name)
+        part = name.rpartition(".")[2]
+        official = WAN_NAMES.official_parameter(name)
         in_8_bits = tensor.dim() == 2 and part == "weight" and official.split(".")[-3] in ("self_attn", "cross_attn")
         weights[official] = (tensor / 0.01).to(E4M3) if in_8_bits else tensor
         weights |= {f"{official}_scale": torch.tensor(0.01)} if in_8_bits else {}

@@ -6,6 +6,7 @@ from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
+from tests.official_ltx2 import ltx2_state_dict
 from tests.official_names import official_state_dict
 from tests.patching.pairs import output_of
 from tests.patching.turbowan import SAGE, SLA, turbo_weights
@@ -39,13 +40,14 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(saved, change, opti
     assert "forward" not in vars(model.blocks[0])
 
 
-def test_a_model_of_another_kind_is_refused_and_nothing_is_changed(saved):
+def test_a_file_of_another_family_is_refused_and_nothing_is_changed(saved):
     model = tiny_family_transformer("ltx2")
     expected = output_of("ltx2", model)
     path = saved(official_state_dict(tiny_wan_transformer()))
-    with pytest.raises(trp.PatchError, match=r"cannot go into the LTX2Video\w+.*from_single_file"):
+    message = r"holds weights of Wan, but the LTX2Video\w+ takes weights of LTX-2; give a file with these"
+    with pytest.raises(trp.PatchError, match=f"cannot load: .*{message}"):
         trp.load_turbodiffusion(path, model, attention="dense")
-    with pytest.raises(trp.PatchError, match="cannot go into the LTX2Video"):
+    with pytest.raises(trp.PatchError, match=f"cannot merge: .*{message}"):
         trp.merge_turbodiffusion(path, path, model)
     assert torch.equal(output_of("ltx2", model), expected)
     assert "forward" not in vars(model.transformer_blocks[0])
@@ -53,9 +55,14 @@ def test_a_model_of_another_kind_is_refused_and_nothing_is_changed(saved):
 
 def test_an_ltx_2_file_does_not_fit_wan(saved):
     model = tiny_wan_transformer()
-    prefixed = {f"model.diffusion_model.{k}": v for k, v in tiny_family_transformer("ltx2").state_dict().items()}
-    with pytest.raises(trp.PatchError, match="cannot load"):
-        trp.load_turbodiffusion(saved(prefixed), model, attention="dense")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = saved(ltx2_state_dict(tiny_family_transformer("ltx2"), prefix="model.velocity_model."))
+    for attention in ("dense", "sagesla"):
+        with pytest.raises(
+            trp.PatchError, match=r"holds weights of LTX-2, but the Wan\w+ takes weights of Wan; give a file with these"
+        ):
+            trp.load_turbodiffusion(path, model, attention=attention)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
     assert "forward" not in vars(model.blocks[0])
 
 

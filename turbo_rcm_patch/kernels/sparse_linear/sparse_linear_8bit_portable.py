@@ -39,9 +39,9 @@ def sparse_attention_forward(
     """Write softmax attention of qkv to the kept blocks, plus the branch or the left-out blocks' term, to out, packed
     [B, S, H, D].
 
-    q: the linear branch's q, [B, S, H, D] with any strides; None without a branch.
+    q: the linear branch's q, [B, S, H, D] with any strides; unused without a branch.
     """
-    q = None if q is None else readable(q)
+    q = None if branch is None else readable(q)
     batch, tokens, heads, head_dim = qkv.q.shape
     capability = device_properties(qkv.q.device)[0]
     tile = fit_tile(choose_tile(capability, qkv.v.dtype), blocks.block_q, blocks.block_k, capability)

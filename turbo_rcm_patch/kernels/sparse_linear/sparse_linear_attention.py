@@ -3,6 +3,7 @@
     o_s = softmax(q kᵀ / √D) v                        over the key blocks that are kept for the query's block
     o_l = φ(q) Σ φ(k)ᵀ v / (1e-5 + φ(q) Σ φ(k)ᵀ)      φ: softmax over D; both sums over all tokens
     out = o_s + o_l Wᵀ + b                            proj_l: W [D, D] and b [D], the same for all heads
+    out = o_s                                         without proj_l
 
 q, k, v, out [B, S, H, D]; see sparse_linear_reference.py for the definition and its source. One kernel pools q, two
 summarise k and v (sparse_linear_prepass.py). Two score the blocks by their means and list the chosen ones
@@ -61,7 +62,7 @@ def sparse_linear_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    proj_weight: torch.Tensor,
+    proj_weight: torch.Tensor | None,
     proj_bias: torch.Tensor | None = None,
     *,
     topk: float | None = None,
@@ -75,7 +76,7 @@ def sparse_linear_attention(
     """Return sparse-linear attention of q, k, v: [B, S, H, D] in their dtype.
 
     q, k, v: [B, S, H, D] of one dtype, with any strides.
-    proj_weight, proj_bias: proj_l, [D, D] and [D] or None, in q's dtype or fp32.
+    proj_weight, proj_bias: proj_l, [D, D] and [D] or None, in q's dtype or fp32. With neither there is no linear part.
     topk: the share of key blocks that each block of queries keeps, above 0 and at most 1. It is rounded down to whole
         blocks, but to one at least (`kept_blocks` tells if the published rule would keep none).
     block_map: instead of topk, the key blocks to keep, [B, H, ⌈S / block_q⌉, kept] int32 or int64. A list names
@@ -117,7 +118,7 @@ def chosen_key_blocks(
     spec = spec_of(implementation, q, k, kind=SparseSpec, **sizes)
     if why_not_fused(spec) is not None or implementation == "torch":
         return reference.sparse_block_map(q, k, kept, block_q, block_k)
-    pooled_k = _summarize_keys(k, k, k.new_zeros(k.shape[3], k.shape[3]), block_k)[0]
+    pooled_k = _summarize_keys(k, k, None, block_k)[0]
     return choose_blocks(_pool_queries(q, block_q), pooled_k, kept)
 
 
@@ -143,6 +144,8 @@ def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, q
                 f"sparse_linear_attention: {name} is {x.dtype} {list(x.shape)}; it must be {shape}, D = {head_dim} "
                 f"being q's head_dim, in q's dtype, {q.dtype}, or float32."
             )
+    if proj_weight is None and proj_bias is not None:
+        raise ValueError("sparse_linear_attention: give proj_weight with proj_bias, or neither.")
     if (topk is None) == (block_map is None):
         raise ValueError("sparse_linear_attention: give either topk or block_map.")
     check_sparsity(topk, block_q, block_k)
@@ -231,10 +234,14 @@ def _fused(attend_8bit, q, k, v, proj_weight, proj_bias, block_map, topk, block_
     if v_format is not None:
         pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
         block_map = choose_blocks(pooled_q, pooled_k, kept) if block_map is None else block_map
-        return attend_8bit(*qkv, q, block_map, key_weight, state, proj_bias, block_q, block_k)
-    pooled_k, key_weight, state = _summarize_keys(k, v, proj_weight, block_k)
-    block_map = choose_blocks(_pool_queries(q, block_q), pooled_k, kept) if block_map is None else block_map
-    return _sparse_linear_attention(q, k, v, block_map, key_weight, state, proj_bias, block_q, block_k)
+        branch = (None, None) if proj_weight is None else (key_weight, state)
+        return attend_8bit(*qkv, q, block_map, *branch, proj_bias, block_q, block_k)
+    branch = (None, None)
+    if proj_weight is not None or block_map is None:
+        pooled_k, key_weight, state = _summarize_keys(k, v, proj_weight, block_k)
+        block_map = choose_blocks(_pool_queries(q, block_q), pooled_k, kept) if block_map is None else block_map
+        branch = branch if proj_weight is None else (key_weight, state)
+    return _sparse_linear_attention(q, k, v, block_map, *branch, proj_bias, block_q, block_k)
 
 
 @kernel_op("pool_queries")
@@ -253,9 +260,10 @@ def _allocate_pooled(q, block):
 
 @kernel_op("summarize_keys")
 def _summarize_keys(
-    k: torch.Tensor, v: torch.Tensor, proj_weight: torch.Tensor, block: int
+    k: torch.Tensor, v: torch.Tensor, proj_weight: torch.Tensor | None, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the pre-pass's pooled_k [B, H, blocks, D], key_weight [B, H, D] fp32 and state [B, H, D, D]."""
+    """Return the pre-pass's pooled_k [B, H, blocks, D], key_weight [B, H, D] fp32 and state [B, H, D, D]. The last two
+    are empty without proj_weight."""
     out = _allocate_summaries(k, v, proj_weight, block)
     summarize_keys(k, v, proj_weight, block, *out)
     return out
@@ -264,6 +272,8 @@ def _summarize_keys(
 @_summarize_keys.register_fake
 def _allocate_summaries(k, v, proj_weight, block):
     batch, _, heads, head_dim = k.shape
+    if proj_weight is None:
+        return _allocate_pooled(k, block), k.new_empty(0, dtype=torch.float32), k.new_empty(0)
     key_weight = k.new_empty((batch, heads, head_dim), dtype=torch.float32)
     return _allocate_pooled(k, block), key_weight, k.new_empty((batch, heads, head_dim, head_dim))
 
@@ -273,7 +283,7 @@ def _summarize_8bit(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    proj_weight: torch.Tensor,
+    proj_weight: torch.Tensor | None,
     block_q: int,
     block_k: int,
     v_format: torch.dtype,
@@ -311,14 +321,14 @@ def _sparse_linear_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     block_map: torch.Tensor,
-    key_weight: torch.Tensor,
-    state: torch.Tensor,
+    key_weight: torch.Tensor | None,
+    state: torch.Tensor | None,
     proj_bias: torch.Tensor | None,
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
     out = q.new_empty(q.shape)
-    branch = portable.LinearBranch(key_weight, state, proj_bias)
+    branch = None if state is None else portable.LinearBranch(key_weight, state, proj_bias)
     portable.sparse_attention_forward(q, k, v, portable.Blocks(block_map, block_q, block_k), branch, out)
     return out
 
@@ -338,8 +348,8 @@ def _sparse_linear_attention_8bit(
     v_scale: torch.Tensor,
     q: torch.Tensor,
     block_map: torch.Tensor,
-    key_weight: torch.Tensor,
-    state: torch.Tensor,
+    key_weight: torch.Tensor | None,
+    state: torch.Tensor | None,
     proj_bias: torch.Tensor | None,
     block_q: int,
     block_k: int,
@@ -352,7 +362,7 @@ def _launch_8bit(
 ):
     out = q.new_empty(q.shape)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, q.dtype)
-    branch = portable.LinearBranch(key_weight, state, proj_bias)
+    branch = None if state is None else portable.LinearBranch(key_weight, state, proj_bias)
     kernel.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out)
     return out
 

@@ -6,6 +6,8 @@
 
 For 8-bit attention the same reads also give q in 8 bits and the scale of v. Then k and v are read once more, but not q.
 
+Without a linear branch there is no key_weight and no state. Then v is read for its scale alone.
+
 Each program summarises some blocks of keys of a head. A second kernel adds up the summaries, divides and projects them.
 Each row of the state is divided by its weight and holds weighted means of v, which fit fp16 for any number of tokens.
 Then o_l is a mean over d with the weights φ(q)_d key_weight_d. proj_l is folded into the state and costs nothing per
@@ -71,14 +73,15 @@ def pool_queries(
 def summarize_keys(
     k: torch.Tensor,
     v: torch.Tensor,
-    proj_weight: torch.Tensor,
+    proj_weight: torch.Tensor | None,
     block: int,
     pooled: torch.Tensor,
     key_weight: torch.Tensor,
     state: torch.Tensor,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write pooled_k, key_weight and state for k, v [B, S, H, D] with any strides and proj_l's W.
+    """Write pooled_k, key_weight and state for k, v [B, S, H, D] with any strides and proj_l's W, or only pooled_k
+    without proj_l.
 
     v_scale: the output for a QuantizedQKV's v_scale, or None. All outputs are packed. Returns k's mean over the tokens,
     fp32 [B, H, 1, D].
@@ -90,9 +93,11 @@ def summarize_keys(
     per_program = cdiv(blocks, max(1, PROGRAMS * multiprocessors // (batch * heads)))
     programs = cdiv(blocks, per_program)
     means = k.new_empty(pooled.shape, dtype=torch.float32)
-    states = k.new_empty((batch, heads, programs, head_dim, head_dim), dtype=torch.float32)
-    phi_sums, k_sums = (k.new_empty((batch, heads, programs, head_dim), dtype=torch.float32) for _ in range(2))
-    v_maxima = None if v_scale is None else torch.empty_like(phi_sums)
+    linear = proj_weight is not None
+    states = k.new_empty((batch, heads, programs, head_dim, head_dim), dtype=torch.float32) if linear else None
+    k_sums = k.new_empty((batch, heads, programs, head_dim), dtype=torch.float32)
+    phi_sums = torch.empty_like(k_sums) if linear else None
+    v_maxima = None if v_scale is None else torch.empty_like(k_sums)
     k_mean = k.new_empty((batch, heads, 1, head_dim), dtype=torch.float32)
     wgmma = capability[0] == 9 and k.dtype != torch.float32
     at_a_time = block if wgmma else FP32_TOKENS if k.dtype == torch.float32 else min(block, WARP_TOKENS)
@@ -123,19 +128,19 @@ def summarize_keys(
     launch_kernel(
         _fold_projection_kernel,
         (head_dim // FOLDED_ROWS, heads, batch),
+        k_sums,
         states,
         phi_sums,
-        k_sums,
         v_maxima,
         proj_weight,
-        state,
-        key_weight,
+        state if linear else None,
+        key_weight if linear else None,
         k_mean,
         v_scale,
         tokens,
         heads,
         programs,
-        *proj_weight.stride(),
+        *(proj_weight.stride() if linear else (0, 0)),
         HEAD_DIM=head_dim,
         ROWS=FOLDED_ROWS,
         COLUMNS=FOLDED_COLUMNS,
@@ -183,7 +188,7 @@ def _summarize_keys_kernel(
     ahead.
 
     Sums over tokens and maxima are kept per lane; each lane gets every LANES-th token of a tile. TRANSPOSED: True if
-    the state is computed transposed. v_maxima may be None.
+    the state is computed transposed. states and phi_sums may be None, and so may v_maxima.
     """
     program = tl.program_id(0)
     head = tl.program_id(1)
@@ -204,7 +209,8 @@ def _summarize_keys_kernel(
     for tile in tl.range(program * per_program * TILES, end):
         start = tile * AT_A_TIME
         k_tile = load_tile(k, k_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
-        v_tile = load_tile(v, v_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
+        if states is not None or v_maxima is not None:
+            v_tile = load_tile(v, v_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
         wide = k_tile.to(tl.float32)
         block_sum += tl.sum(wide.reshape(PARTS, LANES, HEAD_DIM), 0)
         if tile % TILES == TILES - 1:
@@ -213,37 +219,40 @@ def _summarize_keys_kernel(
             tl.store(means + (of_head * blocks + block) * HEAD_DIM + columns, mean)
             k_sum += block_sum
             block_sum = tl.zeros((LANES, HEAD_DIM), tl.float32)
-        phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
-        is_key = tl.arange(0, AT_A_TIME) < tokens - start
-        phi = phi * tl.where(is_key, PHI_SCALE / tl.sum(phi, 1), 0.0)[:, None]
-        phi_sum += tl.sum(phi.reshape(PARTS, LANES, HEAD_DIM), 0)
+        if states is not None:
+            phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
+            is_key = tl.arange(0, AT_A_TIME) < tokens - start
+            phi = phi * tl.where(is_key, PHI_SCALE / tl.sum(phi, 1), 0.0)[:, None]
+            phi_sum += tl.sum(phi.reshape(PARTS, LANES, HEAD_DIM), 0)
         if v_maxima is not None:
             magnitude = tl.abs(v_tile.to(tl.float32)).reshape(PARTS, LANES, HEAD_DIM)
             v_maximum = tl.maximum(v_maximum, tl.max(magnitude, 0))
-        if TRANSPOSED:
-            state = tl.dot(v_tile.T, phi.to(v_tile.dtype), state, input_precision="ieee")
-        else:
-            state = tl.dot(phi.to(v_tile.dtype).T, v_tile, state, input_precision="ieee")
+        if states is not None:
+            if TRANSPOSED:
+                state = tl.dot(v_tile.T, phi.to(v_tile.dtype), state, input_precision="ieee")
+            else:
+                state = tl.dot(phi.to(v_tile.dtype).T, v_tile, state, input_precision="ieee")
     row = of_head * tl.num_programs(0) + program
-    tl.store(phi_sums + row * HEAD_DIM + columns, tl.sum(phi_sum, 0))
     tl.store(k_sums + row * HEAD_DIM + columns, tl.sum(k_sum, 0))
     if v_maxima is not None:
         tl.store(v_maxima + row * HEAD_DIM + columns, tl.max(v_maximum, 0))
-    STRIDE_0: tl.constexpr = 1 if TRANSPOSED else HEAD_DIM
-    STRIDE_1: tl.constexpr = HEAD_DIM if TRANSPOSED else 1
-    places = columns[:, None] * STRIDE_0 + columns[None, :] * STRIDE_1
-    tl.store(states + row * (HEAD_DIM * HEAD_DIM) + places, state)
+    if states is not None:
+        tl.store(phi_sums + row * HEAD_DIM + columns, tl.sum(phi_sum, 0))
+        STRIDE_0: tl.constexpr = 1 if TRANSPOSED else HEAD_DIM
+        STRIDE_1: tl.constexpr = HEAD_DIM if TRANSPOSED else 1
+        places = columns[:, None] * STRIDE_0 + columns[None, :] * STRIDE_1
+        tl.store(states + row * (HEAD_DIM * HEAD_DIM) + places, state)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "programs"])
 def _fold_projection_kernel(
-    states, phi_sums, k_sums, v_maxima, weight, state, key_weight, k_mean, v_scale, tokens, heads, programs,
+    k_sums, states, phi_sums, v_maxima, weight, state, key_weight, k_mean, v_scale, tokens, heads, programs,
     weight_stride_o, weight_stride_i,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SUMMARIES: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """One program computes ROWS rows of one head's state from all programs' summaries. v_maxima and v_scale may be
-    None."""
+    None, and so may states, phi_sums, weight, state and key_weight."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     of_head = tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)
     first = of_head * programs * HEAD_DIM
@@ -254,27 +263,28 @@ def _fold_projection_kernel(
         some = program + tl.arange(0, SUMMARIES)
         offsets = first + some[:, None] * HEAD_DIM + rows[None, :]
         mask = (some < programs)[:, None]
-        phi_sum += tl.sum(tl.load(phi_sums + offsets, mask=mask, other=0.0), 0)
+        if states is not None:
+            phi_sum += tl.sum(tl.load(phi_sums + offsets, mask=mask, other=0.0), 0)
         k_sum += tl.sum(tl.load(k_sums + offsets, mask=mask, other=0.0), 0)
         if v_maxima is not None:
             v_maximum = tl.maximum(v_maximum, tl.max(tl.load(v_maxima + offsets, mask=mask, other=0.0), 0))
-    tl.store(key_weight + of_head * HEAD_DIM + rows, phi_sum / PHI_SCALE)
     tl.store(k_mean + of_head * HEAD_DIM + rows, k_sum / tokens)
     if v_maxima is not None:
         tl.store(v_scale + of_head * HEAD_DIM + rows, tl.maximum(v_maximum / 448.0, FLOOR))
-
-    projected = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    outputs = tl.arange(0, HEAD_DIM)
-    for column in tl.range(0, HEAD_DIM, COLUMNS):
-        columns = column + tl.arange(0, COLUMNS)
-        part = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for program in tl.range(0, programs, SUMMARIES):
-            some = program + tl.arange(0, SUMMARIES)
-            row = first + some[:, None, None] * HEAD_DIM + rows[None, :, None]
-            mask = (some < programs)[:, None, None]
-            part += tl.sum(tl.load(states + row * HEAD_DIM + columns[None, None, :], mask=mask, other=0.0), 0)
-        part = part / tl.maximum(phi_sum, TINY)[:, None]
-        transposed = tl.load(weight + outputs[None, :] * weight_stride_o + columns[:, None] * weight_stride_i)
-        projected = tl.dot(part, transposed.to(tl.float32), projected, input_precision="ieee")
-    corner = state + of_head * (HEAD_DIM * HEAD_DIM)
-    tl.store(corner + rows[:, None] * HEAD_DIM + outputs[None, :], projected.to(state.dtype.element_ty))
+    if states is not None:
+        tl.store(key_weight + of_head * HEAD_DIM + rows, phi_sum / PHI_SCALE)
+        projected = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        outputs = tl.arange(0, HEAD_DIM)
+        for column in tl.range(0, HEAD_DIM, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            part = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for program in tl.range(0, programs, SUMMARIES):
+                some = program + tl.arange(0, SUMMARIES)
+                row = first + some[:, None, None] * HEAD_DIM + rows[None, :, None]
+                mask = (some < programs)[:, None, None]
+                part += tl.sum(tl.load(states + row * HEAD_DIM + columns[None, None, :], mask=mask, other=0.0), 0)
+            part = part / tl.maximum(phi_sum, TINY)[:, None]
+            transposed = tl.load(weight + outputs[None, :] * weight_stride_o + columns[:, None] * weight_stride_i)
+            projected = tl.dot(part, transposed.to(tl.float32), projected, input_precision="ieee")
+        corner = state + of_head * (HEAD_DIM * HEAD_DIM)
+        tl.store(corner + rows[:, None] * HEAD_DIM + outputs[None, :], projected.to(state.dtype.element_ty))

@@ -3,6 +3,7 @@
     o_s = softmax(q kᵀ / √D) v                        over the key blocks that are kept for the query's block
     o_l = φ(q) Σ φ(k)ᵀ v / (ε + φ(q) Σ φ(k)ᵀ)         φ: softmax over D; both sums over all tokens
     out = o_s + o_l Wᵀ + b                            W [D, D] and b [D], proj_l, are the same for all heads
+    out = o_s                                         without proj_l
 
 q, k, v, out [B, S, H, D]. The key blocks whose mean has the largest product with the mean of the query's block are kept
 (Zhang et al. 2025, SLA, sections 3 and 4). The linear branch covers all tokens, not only those that the softmax leaves
@@ -74,7 +75,7 @@ def sparse_linear_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    proj_weight: torch.Tensor,
+    proj_weight: torch.Tensor | None,
     proj_bias: torch.Tensor | None,
     block_map: torch.Tensor,
     block_q: int,
@@ -83,14 +84,14 @@ def sparse_linear_attention(
     """Return ``out`` of the formulas above for block_map [B, H, ⌈S / block_q⌉, kept]. Differentiable in all but
     block_map."""
     output = sparse_attention(q, k, v, block_map, block_q, block_k, _attend_exactly)
-    return output + project(linear_attention(q, k, v), proj_weight, proj_bias)
+    return _with_linear_branch(output, q, k, v, proj_weight, proj_bias)
 
 
 def sparse_linear_attention_8bit(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    proj_weight: torch.Tensor,
+    proj_weight: torch.Tensor | None,
     proj_bias: torch.Tensor | None,
     block_map: torch.Tensor,
     block_q: int,
@@ -111,7 +112,11 @@ def sparse_linear_attention_8bit(
         return attend(queries, keys, values, v_format, is_key)
 
     output = sparse_attention(q8, k8, v8, block_map, block_q, block_k, attend_8bit).to(q.dtype)
-    return output + project(linear_attention(q, k, v), proj_weight, proj_bias)
+    return _with_linear_branch(output, q, k, v, proj_weight, proj_bias)
+
+
+def _with_linear_branch(output, q, k, v, proj_weight, proj_bias):
+    return output if proj_weight is None else output + project(linear_attention(q, k, v), proj_weight, proj_bias)
 
 
 def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ from ..launch import launch_kernel
 from ..sizes import cdiv
 from .sparse_linear_portable import Blocks, LinearBranch
 
+NO_BRANCH = LinearBranch(None, None, None)
+
 with contextlib.suppress(ImportError, AttributeError):  # attention_sm90.GLUON_ERROR holds the error
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -40,14 +42,15 @@ def why_not(
 
 
 def sparse_attention_forward(
-    qkv: QuantizedQKV, q: torch.Tensor, blocks: Blocks, branch: LinearBranch, out: torch.Tensor
+    qkv: QuantizedQKV, q: torch.Tensor, blocks: Blocks, branch: LinearBranch | None, out: torch.Tensor
 ) -> None:
-    """Write softmax attention of qkv to the kept blocks plus the linear branch to out, packed.
+    """Write softmax attention of qkv to the kept blocks, plus the linear branch if there is one, to out, packed.
 
     q: [B, S, H, D] with any strides, for the linear branch. `why_not` must accept all operands.
     """
     q = readable(q)
     batch, tokens, heads, _ = q.shape
+    branch = NO_BRANCH if branch is None else branch
     tiles = batch * heads * cdiv(tokens, QUERIES.value)
     launch_kernel(
         sparse_linear_attention_8bit_kernel,
@@ -61,7 +64,7 @@ def sparse_attention_forward(
         descriptor(q, QUERIES.value),
         blocks.block_map.contiguous(),
         branch.key_weight,
-        _state_descriptor(branch.state),
+        None if branch.state is None else _state_descriptor(branch.state),
         None if branch.bias is None else branch.bias.contiguous(),
         descriptor(out, QUERIES.value),
         tokens,

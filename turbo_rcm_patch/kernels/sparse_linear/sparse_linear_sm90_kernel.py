@@ -10,7 +10,8 @@ the list's last, the only one that may be cut, to its first:
 
     K V K V ... K V  q  state        each uses a slot once; state, [D, D] in 16 bits, in D / 64 pieces of 64 rows
 
-The result is stored from the slot of the last piece of state. Programs that run together share heads, whose K and V
+The result is stored from the slot of the last piece of state. Without a linear branch there is no state, and that of q
+takes its place. Programs that run together share heads, whose K and V
 stay in L2. In the last round of tiles no program gets a second tile before every program has one.
 
 The limit is L2 bandwidth: for D = 128 a tile of keys and values is 32 KiB for 4.2 MFLOP, 128 FLOP per byte. A dense
@@ -72,6 +73,7 @@ def sparse_linear_attention_8bit_kernel(
     v: a descriptor over [B, H, D, T] with blocks [1, 1, D, KEYS].
     state: a descriptor over [B, H, D, D] with blocks [1, 1, STATE_ROWS, D].
     q_scale: [B, S, H]. k_scale: [B, H, ⌈S / KEYS⌉]. v_scale, key_weight: [B, H, D]. bias: [D] or None.
+    key_weight, state and bias are None without a linear branch.
     block_map: [B, H, ⌈S / block_q⌉, width], ascending. block_q: a multiple of QUERIES.
     tiles: the number of tiles of queries in all heads.
     """
@@ -146,7 +148,7 @@ def _produce(INDEX: gl.constexpr, loaded, block_map, buffers, sizes):
     q, k, v, wide, state = loaded
     q_smem, slots, q_full, q_empty, full, empty = buffers
     tokens, heads, tiles, _block_q, width = sizes
-    PIECES: gl.constexpr = state.block_type.shape[3] // STATE_ROWS
+    PIECES: gl.constexpr = 0 if state is None else wide.block_type.shape[3] // STATE_ROWS
     i = 0  # uses so far, of all tiles
     for use in range(_tiles_of(INDEX, tiles)):
         sample_head, row = _locate(INDEX, use, tokens)
@@ -188,7 +190,7 @@ def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, size
     q_smem, slots, q_full, q_empty, full, empty = buffers
     tokens, heads, tiles, _block_q, width = sizes
     HEAD_DIM: gl.constexpr = out.block_type.shape[3]
-    PIECES: gl.constexpr = HEAD_DIM // STATE_ROWS
+    PIECES: gl.constexpr = 0 if state is None else HEAD_DIM // STATE_ROWS
     SCORES: gl.constexpr = sum_layout(KEYS, 8)
     OUTPUT: gl.constexpr = sum_layout(HEAD_DIM, 8)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -242,7 +244,11 @@ def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, size
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]
         acc = acc * _load_columns(v_scale, sample_head * HEAD_DIM, HEAD_DIM, OUTPUT)
         acc = gl.convert_layout(acc, sum_layout(HEAD_DIM, 16), assert_trivial=True)
-        acc = _add_linear_branch(acc, key_weight, sample_head, INDEX, i, slots, full, empty, wide, state)
+        if state is None:
+            slot, parity = _slot(INDEX, i)
+            mbarrier.wait(full.index(slot), parity)
+        else:
+            acc = _add_linear_branch(acc, key_weight, sample_head, INDEX, i, slots, full, empty, wide, state)
         if PIECES == 2:
             mbarrier.arrive(empty.index(_slot(INDEX, i + 1)[0]))
         if bias is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from torch import nn
 
 from ...checkpoints.lazy import Tensors
+from ...checkpoints.whole import WholeModel
 from ...plain import is_sharded, unsharded_class
 from ...wording import with_article
 from .anyflow import ANYFLOW, ANYFLOW_FAR
@@ -38,9 +40,31 @@ def family_named(class_name: object) -> Family | None:
 def model_in(source: Path, tensors: Tensors) -> nn.Module:
     """Return the transformer, on the meta device, that a file with its authors' names holds.
 
-    Raises ValueError for a file of another model than that of the one family that publishes such files.
+    Raises ValueError for a file of a family that publishes no such files, or of an unknown model.
     """
-    return next(family.from_files for family in FAMILIES if family.from_files is not None)(source, tensors)
+    made = [family for family in FAMILIES if family.from_files is not None]
+    fitting = next((family for family in FAMILIES if family.names.fit(tensors)), made[0])
+    makers = (family.from_files for family in made if family.names is fitting.names)
+    return next(makers, functools.partial(_no_files, fitting.names.title))(source, tensors)
+
+
+def _no_files(title: str, source: Path, tensors: Tensors) -> nn.Module:
+    raise ValueError(
+        f"{source} holds weights of {title}, whose sizes cannot be told from a file; load it into a pipeline with "
+        "trp.load_turbodiffusion."
+    )
+
+
+def weights_in(source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False) -> WholeModel:
+    """Return a file's weights for a model (`WholeModel`). Raises ValueError also for a file of another family."""
+    names = family_of(model).names
+    other = None if names.fit(tensors) else next((f.names.title for f in FAMILIES if f.names.fit(tensors)), None)
+    if other is not None:
+        raise ValueError(
+            f"{source} holds weights of {other}, but the {type(model).__name__} takes weights of {names.title}; give a "
+            "file with these."
+        )
+    return WholeModel(source, tensors, model, names, partial=partial)
 
 
 def pipeline_of(pipe: object) -> Pipeline | None:

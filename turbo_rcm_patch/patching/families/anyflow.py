@@ -42,6 +42,7 @@ from .family import Family, Targets
 from .wan.block import WanBlock
 from .wan.forward import run_block
 from .wan.modulation import TokenRuns, modulation
+from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.parts import embedder_forward as common_embedder_forward
 from .wan.sub_layers import Inputs
@@ -215,6 +216,7 @@ ANYFLOW = Family(
     "AnyFlow",
     (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),),
     FIRST_LAYER,
+    WAN_NAMES,
     more=more,
     notes=lambda transformer: ["no CUDA graphs"],
 )
@@ -223,6 +225,7 @@ ANYFLOW_FAR = Family(
     "AnyFlow-FAR",
     (wan_blocks("blocks", FARTransformerBlock, CAUSAL_BLOCK, block_forward, block_inputs),),
     FIRST_LAYER,
+    WAN_NAMES,
     more=causal_more,
     notes=lambda transformer: ["no CUDA graphs"],
 )

@@ -11,6 +11,7 @@ from diffusers.models.transformers.transformer_chronoedit import (
 from .family import Family
 from .wan.block import wan_block
 from .wan.forward import block_forward, block_inputs
+from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 
 CHRONOEDIT = Family(
@@ -22,6 +23,7 @@ CHRONOEDIT = Family(
         ),
     ),
     FIRST_LAYER,
+    WAN_NAMES,
     more=embedder,
     notes=lambda transformer: ["no CUDA graphs"],
 )

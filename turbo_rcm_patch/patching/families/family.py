@@ -37,6 +37,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ...checkpoints.lazy import Tensors
+from ...checkpoints.names import Names
 from ...config import Exact, PatchConfig
 from ...keep_list import ATTENTION, KeepList, is_of_attention, keeps_attention
 from ...plain import hook_in_place_of_forward
@@ -244,6 +245,7 @@ class Family:
         models: the checkpoints it is known from.
         blocks: its lists of blocks, in the order of the summary.
         first_layer: the path of the module that makes the blocks' hidden states; its weight has their dtype and device.
+        names: its authors' names of modules and parameters, as files have them.
         more: (transformer, config) -> (path, module, forward) of every other module whose forward is bound. These get
             the transformer's `Shared` too.
         attributes: (transformer, shared, forwards by module) -> bindings of other things.
@@ -259,6 +261,7 @@ class Family:
     models: str
     blocks: tuple[Blocks, ...]
     first_layer: str
+    names: Names
     more: Callable[[nn.Module, PatchConfig], Targets] = lambda *_: ()
     attributes: Callable[[nn.Module, Shared, dict[nn.Module, object]], Sequence[Binding]] = lambda *_: ()
     notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()

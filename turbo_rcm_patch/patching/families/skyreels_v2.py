@@ -15,6 +15,7 @@ from .family import Family
 from .wan.block import wan_block
 from .wan.forward import run_block
 from .wan.modulation import modulation
+from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 from .wan.sub_layers import Inputs, Rotary
 
@@ -58,6 +59,7 @@ SKYREELS_V2 = Family(
     "SkyReels-V2 T2V, I2V and diffusion forcing",
     (wan_blocks("blocks", SkyReelsV2TransformerBlock, wan_block(SkyReelsV2Attention), block_forward, block_inputs),),
     FIRST_LAYER,
+    WAN_NAMES,
     more=embedder,
     notes=lambda transformer: ["no CUDA graphs"],
 )

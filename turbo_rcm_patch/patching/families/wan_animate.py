@@ -11,6 +11,7 @@ from diffusers.models.transformers.transformer_wan_animate import (
 from .family import Family
 from .wan.block import wan_block
 from .wan.forward import block_forward, block_inputs
+from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 
 WAN_ANIMATE = Family(
@@ -18,6 +19,7 @@ WAN_ANIMATE = Family(
     "Wan 2.2 Animate",
     (wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), block_forward, block_inputs),),
     FIRST_LAYER,
+    WAN_NAMES,
     more=embedder,
     notes=lambda transformer: [
         f"not fused: {len(transformer.face_adapter)} face adapters between the blocks, motion and face encoders; no "

@@ -13,6 +13,7 @@ from .family import Family, Pipeline
 from .wan.block import wan_block
 from .wan.forward import block_forward, block_inputs, run_block
 from .wan.modulation import modulation
+from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 from .wan.sub_layers import Inputs, Rotary
 
@@ -71,6 +72,7 @@ WAN_VACE = Family(
         ),
     ),
     FIRST_LAYER,
+    WAN_NAMES,
     more=embedder,
     notes=lambda transformer: [
         "not fused: the control blocks' input and output projections, the hints' sums; no CUDA graphs"

@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from diffusers.hooks.group_offloading import ModuleGroup
 from torch import nn
 
 from ...checkpoints.lora import Lora, Pair
-from ...checkpoints.names import ModelNames
+from ...checkpoints.names import modules_of, owner_in
 from ...wording import with_article
 from ..weights.convert import why_not_restorable
 from ..weights.group_offload import are_on_disk, groups_of, write_through
@@ -57,13 +57,13 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         )
     if not lora.pairs and not lora.products:
         return
-    names, groups = ModelNames(transformer), groups_of(transformer)
+    modules, groups = dict(modules_of(transformer)), groups_of(transformer)
     for path, product in lora.products.items():
-        _check_writable(groups, names, path, product.kind)
+        _check_writable(groups, modules, path, product.kind)
     if lora.pairs:
         check_peft()
     for path in lora.pairs:
-        weight = names.modules[path].weight
+        weight = modules[path].weight
         if _in_few_bits(weight):
             raise RuntimeError(
                 f"{name}.{path} is stored as {_name_of(weight.dtype)}, and PEFT cannot run a LoRA on it; with "
@@ -82,9 +82,9 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         )
 
 
-def _check_writable(groups: list[ModuleGroup], names: ModelNames, path: str, kind: str) -> None:
+def _check_writable(groups: list[ModuleGroup], modules: Mapping[str, nn.Module], path: str, kind: str) -> None:
     """Raise RuntimeError if a product cannot be added to a weight."""
-    module, name = names.owner(path)
+    module, name = owner_in(modules, path)
     parameter = getattr(module, name)
     if isinstance(parameter, ReadOnlyWeight) and not parameter.is_freed:
         raise RuntimeError(f"the {kind} changes {path}, but {RULE}")
@@ -119,13 +119,13 @@ class LoadedLora:
         self._pipe, self._transformer, self.unused = pipe, transformer, dict(lora.unused)
         self._written: list[_Written] = []
         self._adapter: str | None = None
-        names, groups = ModelNames(transformer), groups_of(transformer)
+        modules, groups = dict(modules_of(transformer)), groups_of(transformer)
         try:
             for parameter, product in lora.products.items():
-                device = getattr(*names.owner(parameter)).device
-                self._add(names, groups, parameter, product.dense(device), scale)
+                device = getattr(*owner_in(modules, parameter)).device
+                self._add(modules, groups, parameter, product.dense(device), scale)
             for parameter, difference in lora.differences.items():
-                self._add(names, groups, parameter, difference, scale)
+                self._add(modules, groups, parameter, difference, scale)
             if lora.pairs:
                 self._load_pairs(pipe, lora.pairs, scale)
         except BaseException:
@@ -215,9 +215,14 @@ class LoadedLora:
             self._written.pop().put_back(groups)
 
     def _add(
-        self, names: ModelNames, groups: list[ModuleGroup], path: str, difference: torch.Tensor, scale: float
+        self,
+        modules: Mapping[str, nn.Module],
+        groups: list[ModuleGroup],
+        path: str,
+        difference: torch.Tensor,
+        scale: float,
     ) -> None:
-        module, name = names.owner(path)
+        module, name = owner_in(modules, path)
         parameter = getattr(module, name)
         if isinstance(parameter, ReadOnlyWeight) and not parameter.is_freed:
             raise RuntimeError(f"the LoRA has a difference of {path}, but {RULE}")

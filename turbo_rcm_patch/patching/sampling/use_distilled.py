@@ -25,7 +25,7 @@ from ...checkpoints.recognise import (
 from ...recipes import RECIPES, Recipe, find_recipe, recipe_names
 from ...scheduler import FewStepScheduler, scheduler_of
 from ..apply import transformers_of
-from ..families import pipeline_of
+from ..families import family_of, pipeline_of
 from ..lora.load import check_loadable
 from ..steps.sparse_linear import is_projection
 from .distilled_handle import DistilledHandle, File, Files, Models, Sampling
@@ -141,7 +141,7 @@ def _read(source: Source | Sequence[Source | None], models: Models) -> Files:
                 f"it as a diffusers pipeline and call use_distilled without source. {_ACCEPTED}"
             )
         try:
-            files[name] = File(path, read_lora(tensors, model, metadata))
+            files[name] = File(path, read_lora(tensors, model, metadata, names=family_of(model).names))
         except ValueError as error:
             raise ValueError(f"{path}: {str(error).rstrip('.')}. {_ACCEPTED}") from None
     return files

@@ -4,7 +4,7 @@
                           bring it
     attn.processor        SparseAttnProcessor, which runs if the whole module is called
 
-A self-attention without proj_l attends to all keys.
+In a family that needs proj_l, a self-attention without it attends to all keys. In others it has no linear part.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ... import kernels
-from ...checkpoints.whole import PROJ_L
-from ...config import PatchConfig
+from ...checkpoints.names import PROJ_L
+from ...config import SLA_TOPK, PatchConfig
 from ...kernels.sparse_linear.sparse_linear_reference import linear_attention
 from ...plain import is_autocast, why_not_plain
 from ..journal import Journal
@@ -33,11 +33,14 @@ class SparseForm(NamedTuple):
     """The facts about a family's self-attention that sparse-linear attention needs.
 
     processor: the class of the processor that SparseAttnProcessor replaces. rotate: (attn, x [B, S, H, D], rotary) -> x
-    rotated by the self-attention's RoPE argument.
+    rotated by the self-attention's RoPE argument. topk: the published share of key blocks. needs_projection: False if
+    the family's weights run sparse without a linear part too.
     """
 
     processor: type
     rotate: Callable[[nn.Module, torch.Tensor, object], torch.Tensor]
+    topk: float = SLA_TOPK
+    needs_projection: bool = True
 
 
 class SelfAttention(NamedTuple):
@@ -52,7 +55,7 @@ SelfAttentions = Iterable[SelfAttention]
 
 
 class SparseAttnProcessor:
-    """A processor that runs sparse-linear attention, for a self-attention that has proj_l.
+    """A processor that runs sparse-linear attention. A self-attention without proj_l has no linear part.
 
     The softmax runs in the inputs' dtype.
 
@@ -171,10 +174,10 @@ def by_attention(projections: Mapping[str, torch.Tensor]) -> dict[str, dict[str,
 
 
 def use_processors(journal: Journal, attentions: SelfAttentions, config: PatchConfig) -> None:
-    """Make the self-attentions that have a proj_l sparse."""
+    """Make the self-attentions that have a proj_l sparse, or all in a family that does not need it."""
     for _, attn, form in attentions:
-        if has_projection(attn):
-            options = (config.topk, config.blocks, config.implementation, config.in_8_bits("attention"))
+        if has_projection(attn) or not form.needs_projection:
+            options = (config.topk or form.topk, config.blocks, config.implementation, config.in_8_bits("attention"))
             journal.set(attn, "processor", SparseAttnProcessor(attn.processor, form.rotate, *options))
 
 
@@ -183,7 +186,7 @@ def why_not_sparse(name: str, attentions: SelfAttentions) -> str | None:
     attentions = list(attentions)
     if reason := why_not_replaceable(name, attentions):
         return reason  # such a model has no use for weights with a proj_l
-    if any(has_projection(attn) for _, attn, _ in attentions):
+    if any(has_projection(attn) or not form.needs_projection for _, attn, form in attentions):
         return None
     return (
         f"{name} has no proj_l, a part of weights that were trained with sparse-linear attention (SLA); load them "
@@ -215,8 +218,8 @@ def has_projection(attn: nn.Module) -> bool:
 
 
 def is_sparse(attn: nn.Module) -> bool:
-    """True if a self-attention is sparse-linear."""
-    return type(attn.processor) is SparseAttnProcessor and has_projection(attn)
+    """True if a self-attention is sparse-linear, perhaps without a linear part."""
+    return type(attn.processor) is SparseAttnProcessor
 
 
 def attention(attn: nn.Module, stream: Stream, call: Call) -> Step:
@@ -228,7 +231,8 @@ def attention(attn: nn.Module, stream: Stream, call: Call) -> Step:
     pick = call.pick(kernels.SPARSE_LINEAR_ATTENTION, kernels.SparseSpec, **sizes)
     run = partial(attend, attn, partial(_picked, pick.launch, block_q, block_k, v_format))
     label = formats_label(pick, v_format) if quantized else pick.label
-    return Step(run, f"{label}, {_share(attn.processor, stream, block_k)}", pick.reason)
+    linear = "" if has_projection(attn) else ", no linear part"
+    return Step(run, f"{label}, {_share(attn.processor, stream, block_k)}{linear}", pick.reason)
 
 
 def _picked(launch, block_q, block_k, v_format, q, k, v, weight, bias, *, topk=None, block_map=None):
@@ -269,11 +273,12 @@ def attend(attn: nn.Module, run: Callable, q: torch.Tensor, k: torch.Tensor, v: 
 def _attend_whole(attn, run, q, k, v):
     block_map = attn.processor.block_map
     kept = {"topk": attn.processor.topk} if block_map is None else {"block_map": block_map}
-    proj_l = attn.proj_l
+    proj_l = getattr(attn, PROJ_L, None)
+    if proj_l is None:
+        return run(q, k, v, None, None, **kept)
     if why_not_plain(proj_l, nn.Linear) is None:
         # proj_l is small. Offloading may not know it, so it is copied to the inputs' device here.
         weight, bias = (x if x is None else x.to(q.device, q.dtype) for x in (proj_l.weight, proj_l.bias))
         return run(q, k, v, weight, bias, **kept)
     # The module is not plain: it has a LoRA or a hook. So its own call projects the linear branch.
-    sparse = run(q, k, v, q.new_zeros(q.shape[-1], q.shape[-1]), None, **kept)
-    return sparse + proj_l(linear_attention(q, k, v))
+    return run(q, k, v, None, None, **kept) + proj_l(linear_attention(q, k, v))

@@ -18,11 +18,11 @@ from torch import nn
 
 from ...checkpoints.files import is_published
 from ...checkpoints.lazy import LazyTensor, open_tensors, shards
-from ...checkpoints.whole import Weight, WholeModel
+from ...checkpoints.whole import Weight
 from ...config import Exact, PatchConfig, Sparse
 from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
-from ..families import family_of, model_in
+from ..families import family_of, model_in, weights_in
 from ..steps.sparse_linear import PROJ_L, is_projection
 from .convert import convertible_linears, format_of, from_file_note, has_format
 from .linear_8bit import convert, error_of, from_values
@@ -138,7 +138,7 @@ def _files_of(folder: Path) -> dict[str, tuple[Path, Kind]]:
 def _of_file(source: Path, stack: ExitStack) -> _Model:
     tensors = stack.enter_context(open_tensors(source))
     model = model_in(source, tensors)
-    whole = WholeModel(source, tensors, model)
+    whole = weights_in(source, tensors, model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = {name: LazyTensor(shapes[name], weight.load) for name, weight in whole.weights.items()}
     for path, parts in whole.proj_l.items():

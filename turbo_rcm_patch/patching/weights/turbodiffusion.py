@@ -1,4 +1,4 @@
-"""The weights of files in their authors' names in a loaded Wan model (load_turbodiffusion): TurboDiffusion's, rCM's and
+"""The weights of files in their authors' names in a loaded model (load_turbodiffusion): TurboDiffusion's, rCM's and
 ComfyUI's. And TurboDiffusion's in models that were made from Wan (merge_turbodiffusion)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...checkpoints.names import modules_of
 from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, fill_buffers, parameters_of
 from ...config import Exact, PatchConfig, Sparse, resolve_config
 from ..apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
-from ..families import family_of
+from ..families import family_of, weights_in
 from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
@@ -40,11 +40,11 @@ def load_turbodiffusion(
     topk: float | None = None,
     blocks: Sequence[int] | None = None,
 ) -> Patch:
-    """Load a file with a whole Wan into a pipeline's transformers, or one transformer, and patch it.
+    """Load a file with a whole Wan or LTX-2 into a pipeline's transformers, or one transformer, and patch it.
 
     Args:
-        path: a .pth or .safetensors file with a Wan in its authors' names, or a folder with such a file. Or a folder of
-            diffusers' own files with proj_l, of a transformer or a pipeline. For two experts: a pair (high, low), or
+        path: a .pth or .safetensors file with a model in its authors' names, or a folder with such a file. Or a folder
+            of diffusers' own files with proj_l, of a transformer or a pipeline. For two experts: a pair (high, low), or
             the folder of a pipeline that has both. Files may be in 16 bits, or in 8 bits as TurboDiffusion ("-quant"),
             ComfyUI, Kijai and LightX2V write them (e4m3 or int8, one scale for a weight or for each row).
         target: a diffusers pipeline or its transformer, of the weights' architecture, on any device and of any dtype.
@@ -54,6 +54,8 @@ def load_turbodiffusion(
             model's dtype. "dense" for weights that were trained without SLA, patched as the preset "exact".
         topk, blocks: options of `Sparse`, with its defaults. "dense" does not have them.
 
+    TurboT2AV's file for LTX-2 has no proj_l. Its sparse attention then has no linear part, and all tiers take the file.
+
     In a tier with 8-bit linears, they take the values of e4m3 and int8 files as they are, with the file's scales. Such
     linears have no original weights: `restore` and saving raise an error. Linears that an 8-bit file has in 16 bits
     stay in the model's dtype. 8-bit values that cannot stay as they are (e4m3 on a GPU before sm_89, e5m2, scales of
@@ -61,13 +63,13 @@ def load_turbodiffusion(
 
     Returns the patch. Its `summary` says what this conversion adds to the error. Its `restore` removes SLA too; the
     loaded weights stay. Install the sampler separately: `use_rcm`, or `use_distilled` with the recipe
-    "turbowan".
+    "turbowan" or "turbot2av".
 
     Raises:
         PatchError: as `patch`. Also if tensors of a file are missing, unexpected or of another shape; the error lists
-            them in the file's spelling. Also if a file is quantised in an unknown format, or has damaged scales. Also
-            if a file has SLA's projections and the tier is not "sparse", or the other way round. The model is then as
-            before.
+            them in the file's spelling. Also if a file is of another family of models, is quantised in an unknown
+            format, or has damaged scales. Also if a file has SLA's projections and the tier is not "sparse", or the
+            other way round. The model is then as before.
         ValueError: for an unknown attention, for a topk or blocks that `Sparse` refuses, with "dense" or with a config.
     """
     config = _config_for(config, attention, topk, blocks)
@@ -110,7 +112,7 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
         journal.set_parameter(linear, "weight", freed)
         put_in_8_bits(journal, linear, from_values(*file.weights[name].load_8_bits(), device))
     if isinstance(config, Sparse):
-        add_projections(journal, family.self_attentions(model), _projections(file))
+        add_projections(journal, family.self_attentions(model), _projections(file, model))
     # The makers of a file in 8 bits chose which layers stay in 16.
     wide = [path for path in linears if file.quantized and f"{path}.weight" not in file.quantized]
     replace_computation(journal, model, replace(config, keep=(*config.keep, *wide)) if wide else config)
@@ -137,7 +139,7 @@ def load_projections(pipe: object) -> None:
     models = {name: model for name, model in every.items() if sources[name] and Path(sources[name]).exists()}
     with _opened([sources[name] for name in models], models) as files:
         for name, model in models.items():
-            add_projections(Journal(), family_of(model).self_attentions(model), _projections(files[name]))
+            add_projections(Journal(), family_of(model).self_attentions(model), _projections(files[name], model))
 
 
 def _config_for(
@@ -172,7 +174,7 @@ def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> It
     with ExitStack() as stack:
         try:
             found = {
-                name: WholeModel(source, stack.enter_context(open_tensors(source)), model)
+                name: weights_in(source, stack.enter_context(open_tensors(source)), model)
                 for (name, model), source in zip(models.items(), paths, strict=True)
             }
         except ValueError as error:
@@ -194,18 +196,19 @@ def _only_transformer(source: Source) -> Source:
 
 def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], config: PatchConfig) -> None:
     for name, file in files.items():
-        if file.proj_l and not isinstance(config, Sparse):
+        model = models[name]
+        has_linear_part = bool(_projections(file, model))
+        if has_linear_part and not isinstance(config, Sparse):
             raise PatchError(
                 f"cannot load: {file.source} was trained with sparse-linear attention (it has proj_l); give "
                 "attention='sagesla' or 'sla', or the preset 'sparse'."
             )
-        if isinstance(config, Sparse) and not file.proj_l:
+        if isinstance(config, Sparse) and not has_linear_part and _needs_projections(model):
             raise PatchError(
                 f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
                 "attention='dense', or a preset such as 'quantized'."
             )
-        attentions = family_of(models[name]).self_attentions(models[name])
-        if file.proj_l and (reason := why_not_replaceable(name, attentions)):
+        if file.proj_l and (reason := why_not_replaceable(name, family_of(model).self_attentions(model))):
             raise PatchError(f"cannot load: {reason}")
 
 
@@ -271,8 +274,17 @@ class _Written:
                 write_through(groups, parameter)
 
 
-def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:
-    return {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
+def _projections(file: WholeModel, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Return a file's projections of SLA, without the zero ones if the family's weights need none."""
+    loaded = {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
+    if _needs_projections(model):
+        return loaded
+    return {path: parts for path, parts in loaded.items() if any(bool(tensor.any()) for tensor in parts.values())}
+
+
+def _needs_projections(model: nn.Module) -> bool:
+    """True if sparse-linear attention in such a model needs proj_l."""
+    return any(form is None or form.needs_projection for _, _, form in family_of(model).self_attentions(model))
 
 
 def _from_file_note(file: WholeModel, model: nn.Module) -> str | None:
@@ -309,7 +321,7 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
     with ExitStack() as stack:
         try:
             turbo, base = (
-                WholeModel(source, stack.enter_context(open_tensors(source)), model, partial=True)
+                weights_in(source, stack.enter_context(open_tensors(source)), model, partial=True)
                 for source in map(_only_transformer, (path, base_path))
             )
         except ValueError as error:
@@ -331,7 +343,7 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         except BaseException:
             written.undo()
             raise
-        add_projections(Journal(), attentions, _projections(turbo))
+        add_projections(Journal(), attentions, _projections(turbo, model))
     return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
 
 

@@ -10,8 +10,8 @@ import turbo_rcm_patch as trp
 from scripts.training import train_sparse
 from scripts.training.embedded import sparse
 from scripts.training.embedded.progress import Run
+from tests.lora_files import read_lora
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL
-from turbo_rcm_patch.checkpoints.lora import read_lora
 from turbo_rcm_patch.solvers import rcm_times
 
 LATENTS = (16, 2, 8, 12)  # 48 tokens: three blocks

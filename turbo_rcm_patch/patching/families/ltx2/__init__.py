@@ -3,7 +3,7 @@
 call.py: kinds of calls. block.py, attentions.py: how the steps of a block are decided. sub_layers.py: its plan and how
 that runs. forward.py: the forwards of blocks.
 modulation.py: what the timestep changes. rope.py: RoPE tables of both layouts. masks.py: masks of prompts.
-measured.py: what `verify` measures. sizes.py, cases.py: sizes of tensors and checkpoints.
+measured.py: what `verify` measures. sizes.py, cases.py: sizes of tensors and checkpoints. names.py: the authors' names.
 random_weights.py, connector_free.py: for models with random weights.
 """
 
@@ -31,6 +31,7 @@ from .connector_free import pipeline_inputs
 from .forward import block_forward, block_inputs, time_embed_forward
 from .masks import MASKS, SeenMasks, transformer_forward
 from .measured import MODULES, self_attention_qkv, sub_layer_terms
+from .names import LTX2_NAMES
 from .random_weights import RANDOM_WEIGHTS
 from .rope import rotate
 from .sizes import SIZES
@@ -82,11 +83,12 @@ LTX2 = Family(
             self_attention="attn1",
             measured=Measured(block_inputs, sub_layer_terms, self_attention_qkv),
             sizes=SIZES,
-            sparse=SparseForm(LTX2AudioVideoAttnProcessor, rotate),
+            sparse=SparseForm(LTX2AudioVideoAttnProcessor, rotate, topk=0.3, needs_projection=False),
             random_weights=RANDOM_WEIGHTS,
         ),
     ),
     "proj_in",
+    LTX2_NAMES,
     cases=CASES,
     inputs=pipeline_inputs,
     more=_more,

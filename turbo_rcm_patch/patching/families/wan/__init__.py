@@ -5,7 +5,7 @@ measured.py: what `verify` measures. forward.py: the forwards of blocks.
 modulation.py: timesteps of a sample or of its tokens. graph.py: the model's forward as a CUDA graph.
 sizes.py, cases.py: sizes of tensors and checkpoints.
 random_weights.py, inputs.py, image_free.py: for models with random weights.
-from_files.py: the model that a file with its authors' names is for.
+names.py: the authors' names. from_files.py: the model that a file with these names is for.
 repeatable.py: the modules that may run more or less often than they are called.
 """
 
@@ -33,6 +33,7 @@ from .from_files import from_files
 from .graph import WAN_BLOCK, WanGraph, transformer_forward
 from .inputs import pipeline_inputs
 from .modulation import embedder_forward
+from .names import WAN_NAMES
 from .parts import FIRST_LAYER, wan_blocks
 
 
@@ -53,6 +54,7 @@ WAN = Family(
     "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
     (wan_blocks("blocks", WanTransformerBlock, WAN_BLOCK, block_forward, block_inputs, can_be_sparse=True),),
     FIRST_LAYER,
+    WAN_NAMES,
     more=_more,
     attributes=_attributes,
     notes=lambda transformer: [graph_of(transformer).note()],

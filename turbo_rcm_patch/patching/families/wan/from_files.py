@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 
 from ....checkpoints.lazy import Tensors
 from ....checkpoints.names import without_prefix
-from ....checkpoints.whole import PROJ_L_NAME
+from .names import WAN_NAMES
 
 
 def from_files(source: Path, tensors: Tensors) -> WanTransformer3DModel:
@@ -64,4 +64,4 @@ def _config_of(source: Path, tensors: Tensors) -> dict[str, object]:
 
 
 def _head_dim(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return next((shape[0] for name, shape in shapes.items() if PROJ_L_NAME.match(name)), 128)
+    return next((shape[0] for name, shape in shapes.items() if WAN_NAMES.proj_l.match(name)), 128)

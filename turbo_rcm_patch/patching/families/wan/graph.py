@@ -15,7 +15,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
 from torch import nn
 
-from ....config import PatchConfig, Sparse
+from ....config import SLA_TOPK, PatchConfig, Sparse
 from ....plain import function_bound_to
 from ...changes import WhileUnchanged
 from ...cuda_graphs import Graphs, Inputs, call_key, why_not_recorded
@@ -189,6 +189,6 @@ def flops_per_block(transformer: WanTransformer3DModel, latents: torch.Tensor, c
     dim = widths.num_attention_heads * widths.attention_head_dim
     # Per token: q, k, v and out of self-attention, q and out of cross-attention, two linears of the feed-forward.
     linears = 2 * (6 * dim * dim + 2 * dim * widths.ffn_dim)
-    kept = config.topk if isinstance(config, Sparse) else 1.0
+    kept = config.topk or SLA_TOPK if isinstance(config, Sparse) else 1.0
     costs = {"linears": linears, "attention": 4 * tokens * dim * kept}
     return batch * tokens * sum(flops * (0.5 if config.in_8_bits(part) else 1.0) for part, flops in costs.items())

@@ -1,0 +1,182 @@
+"""TurboT2AV's weights in an LTX-2 model: naming, wrappers, sparse attention without a linear part, and misfits."""
+
+import pickle
+
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import convert_ltx2_transformer_to_diffusers
+
+import turbo_rcm_patch as trp
+from tests.official_ltx2 import LTX2_3, ltx2_state_dict
+from tests.oracle import relative_error
+from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
+from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
+from turbo_rcm_patch.patching.families.ltx2.names import LTX2_NAMES
+from turbo_rcm_patch.tiers import QUANTIZED
+
+PREFIXES = ["", "model.", "velocity_model.", "model.velocity_model.", "model._fsdp_wrapped_module."]
+
+
+def student(family="ltx2", seed=9, **options):
+    """A model with other weights than the one that they are loaded into."""
+    model = tiny_family_transformer(family, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def outputs(model, family="ltx2"):
+    with torch.no_grad():
+        return model(**tiny_family_inputs(family, model))
+
+
+def same(ours, theirs, limit=1e-5):
+    return all(relative_error(*pair) <= limit for pair in zip(ours, theirs, strict=True))
+
+
+def with_proj_l(weights, prefix="", *, size=64, zero=False, layers=3):
+    """The same with SLA's projections, as TurboT2AV's modules name them."""
+    for number in range(layers):
+        name = f"{prefix}transformer_blocks.{number}.attn1.attention_function.local_attn.proj_l"
+        weights[f"{name}.weight"] = torch.zeros(size, size) if zero else torch.eye(size)
+        weights[f"{name}.bias"] = torch.zeros(size) if zero else torch.ones(size)
+    return weights
+
+
+@pytest.mark.parametrize("family", ["ltx2", "ltx2.3"])
+def test_our_names_are_those_that_diffusers_converts(family):
+    model = tiny_family_transformer(family)
+    written = ltx2_state_dict(model)
+    assert {LTX2_NAMES.official_parameter(name) for name in model.state_dict()} == set(written)
+    converted = convert_ltx2_transformer_to_diffusers(dict(written))
+    unknown = {name for name in converted if name.split(".")[0] in LTX2_3}  # diffusers 0.42.1 leaves 2.3's as they are
+    renamed = {".".join([LTX2_3[name.split(".")[0]], *name.split(".")[1:]]) for name in unknown}
+    assert (set(converted) - unknown) | renamed == set(model.state_dict())
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("wrapper", ["generator", "model", "state_dict", None])
+def test_every_value_comes_to_its_place(saved, prefix, wrapper):
+    model, other = tiny_family_transformer("ltx2"), student()
+    weights = ltx2_state_dict(other, prefix=prefix)
+    path = saved({wrapper: weights, "step": 3} if wrapper else weights, "model.pth")
+    patch = trp.load_turbodiffusion(path, model, "exact")
+    assert same(outputs(model), outputs(other))
+    patch.restore()
+    assert model.state_dict().keys() == other.state_dict().keys()
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_connectors_of_a_whole_file_are_left_out(saved):
+    model, other = tiny_family_transformer("ltx2"), student()
+    weights = ltx2_state_dict(other, prefix="model.diffusion_model.")
+    weights["model.diffusion_model.video_embeddings_connector.learnable_registers"] = torch.zeros(2)
+    trp.load_turbodiffusion(saved(weights), model, "exact")
+    assert same(outputs(model), outputs(other))
+
+
+def test_ltx_2_3_with_its_own_parts(saved):
+    model, other = tiny_family_transformer("ltx2.3"), student("ltx2.3")
+    trp.load_turbodiffusion(saved(ltx2_state_dict(other)), model, "exact")
+    assert same(outputs(model, "ltx2.3"), outputs(other, "ltx2.3"))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_by_default_attention_is_sparse_without_a_linear_part(saved, zero):
+    model, other = tiny_family_transformer("ltx2"), student()
+    weights = ltx2_state_dict(other, prefix="model.")
+    patch = trp.load_turbodiffusion(saved(with_proj_l(weights, "model.", zero=True) if zero else weights), model)
+    assert isinstance(patch.config, trp.Sparse)
+    assert {block.attn1.processor.topk for block in model.transformer_blocks} == {0.3}
+    assert not any("proj_l" in name for name in model.state_dict())
+    first = outputs(model)
+    assert "no linear part" in patch.summary()
+    patch.restore()
+    assert same(first, outputs(other), 0.2)
+    dense = outputs(model)
+    trp.patch(model, trp.Sparse(topk=1.0, quantize=()))
+    assert same(outputs(model), dense)
+
+
+def test_projections_that_are_not_zero_count(saved):
+    model, other = tiny_family_transformer("ltx2"), student()
+    path = saved(with_proj_l(ltx2_state_dict(other)))
+    with pytest.raises(trp.PatchError, match="was trained with sparse-linear attention"):
+        trp.load_turbodiffusion(path, model, "quantized")
+    patch = trp.load_turbodiffusion(path, model, attention="sla", topk=1.0)
+    assert not same(outputs(model), outputs(other), 0.01)
+    assert "no linear part" not in patch.summary()
+
+
+@pytest.mark.parametrize("tier", ["quantized", trp.BlockSparse(quantize=(), mass=1.0, blocks=(8, 8), min_tokens=1)])
+def test_other_tiers(saved, tier):
+    model, other = tiny_family_transformer("ltx2"), student()
+    trp.load_turbodiffusion(saved(ltx2_state_dict(other)), model, tier)
+    assert same(outputs(model), outputs(other), QUANTIZED.limits.step)
+
+
+def test_a_pipeline(saved):
+    pipe, expected = tiny_ltx2_pipeline(), tiny_ltx2_pipeline()
+    with torch.no_grad():
+        expected.transformer.proj_in.weight.mul_(2)
+    trp.load_turbodiffusion(saved(ltx2_state_dict(expected.transformer)), pipe, attention="sla", topk=1.0)
+    assert same(pipe(**tiny_ltx2_call()), expected(**tiny_ltx2_call()), 1e-4)
+
+
+REFUSED = {
+    "a missing layer": (
+        lambda weights: [weights.pop(name) for name in list(weights) if ".2." in name],
+        r"model\.velocity_model\.transformer_blocks\.2\.attn1\.to_q\.weight is missing",
+    ),
+    "a missing norm": (
+        lambda weights: weights.pop("model.velocity_model.transformer_blocks.0.audio_attn1.q_norm.weight"),
+        r"lacks|transformer_blocks\.0\.audio_attn1\.q_norm\.weight is missing",
+    ),
+    "an unknown part": (
+        lambda weights: weights.update({"model.velocity_model.memory.weight": torch.ones(2)}),
+        r"model\.velocity_model\.memory\.weight is unexpected",
+    ),
+    "a later LTX-2": (
+        lambda weights: weights.update(
+            ltx2_state_dict(tiny_family_transformer("ltx2.3"), prefix="model.velocity_model.")
+        ),
+        r"to_gate_logits\.weight is unexpected.*scale_shift_table is \[9, \d+\], not \[6, \d+\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(saved, change):
+    alter, message = REFUSED[change]
+    model = tiny_family_transformer("ltx2")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = ltx2_state_dict(student(), prefix="model.velocity_model.")
+    alter(weights)
+    with pytest.raises(trp.PatchError, match=message):
+        trp.load_turbodiffusion(saved({"generator": weights}), model)
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert "forward" not in vars(model.transformer_blocks[0])
+
+
+class Code:
+    """Pickles as a call, which unpickling would make."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+def test_code_in_a_file_does_not_run(tmp_path):
+    for name, write in (
+        ("zip.pth", torch.save),
+        ("old.pth", lambda content, path: path.write_bytes(pickle.dumps(content))),
+    ):
+        write({"generator": ltx2_state_dict(student()), "more": Code(tmp_path / "ran")}, tmp_path / name)
+        with pytest.raises(trp.PatchError, match="without running code in it"):
+            trp.load_turbodiffusion(tmp_path / name, tiny_family_transformer("ltx2"))
+    assert not (tmp_path / "ran").exists()
