@@ -1,0 +1,154 @@
+"""LTX-2's case: inputs of the pipeline's shapes, and checks and comparisons that look at the video and the sound."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scripts.benchmarks import end_to_end
+from tests.bench.damage import damage_block
+from turbo_rcm_patch.bench import variants as variants_module
+from turbo_rcm_patch.bench import verify as verify_module
+from turbo_rcm_patch.bench.cases import (
+    OUTLIER_CHANNELS,
+    add_random_projections,
+    add_structure,
+    build_pipeline,
+    install_few_steps,
+    structured_inputs,
+)
+from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.oracle import first_call
+from turbo_rcm_patch.bench.report import verification_table
+from turbo_rcm_patch.bench.verify import verify
+from turbo_rcm_patch.cli.sizes import size_rules
+from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.patching.families import CASES
+
+REAL, TINY = CASES["ltx2-19b"], CASES["tiny-ltx2"]
+SIZE = {"height": TINY.height, "width": TINY.width, "num_frames": 49}  # 51 audio tokens
+
+
+def tiny_pipeline(dtype=torch.float32, case=TINY):
+    pipe = build_pipeline(case, dtype, torch.device("cpu"))
+    add_structure(pipe)
+    install_few_steps(pipe)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def call(pipe, **size):
+    size = {**SIZE, **size}
+    return {**structured_inputs(pipe, **size), **size, "num_inference_steps": 1}
+
+
+def test_the_real_case_has_the_published_sizes():
+    pipe = build_pipeline(REAL, torch.bfloat16, torch.device("meta"), layers=1)
+    (block,) = pipe.transformer.transformer_blocks
+    assert block.attn1.to_q.weight.shape == (4096, 4096)
+    assert block.audio_to_video_attn.to_q.weight.shape == (2048, 4096)
+    assert block.audio_ff.net[2].weight.shape == (2048, 8192)
+    assert REAL.transformer["num_layers"] == 48
+    assert REAL.transformer["rope_type"] == block.attn1.rope_type == "split"
+    layer, rest = (sum(p.numel() for p in m.parameters()) for m in (block, pipe.transformer))
+    assert (rest - layer) + 48 * layer == pytest.approx(18.9e9, rel=0.01)
+    audio = REAL.others["audio_vae"][0](**REAL.others["audio_vae"][1])
+    assert (audio.config.sample_rate, audio.config.mel_bins) == (16000, 64)
+
+
+def test_inputs_have_the_shapes_that_the_pipeline_gives():
+    """Within a call: latents as tokens, a prompt with a mask, one timestep for all tokens, no guidance."""
+    narrow = {"num_attention_heads": 2, "attention_head_dim": 64, "cross_attention_dim": 128, "num_layers": 1}
+    narrow |= {"audio_attention_head_dim": 2, "audio_cross_attention_dim": 64}
+    vae = {**TINY.vae, "latent_channels": 128, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+    case = replace(REAL, transformer={**REAL.transformer, **narrow}, vae=vae, others={**REAL.others})
+    del case.others["vocoder"]
+    pipe = tiny_pipeline(case=case)
+    size = {"height": REAL.height, "width": REAL.width, "num_frames": REAL.frames}
+    generate = lambda: pipe(**call(pipe, **size), output_type="latent")  # noqa: E731
+    seen = []
+    pipe.transformer.forward = lambda **kwargs: (
+        seen.append(kwargs)
+        or (
+            torch.zeros_like(kwargs["hidden_states"]),
+            torch.zeros_like(kwargs["audio_hidden_states"]),
+        )
+    )
+    generate()
+    (given,) = seen
+    assert given["hidden_states"].shape == (1, 6144, 128)
+    assert given["audio_hidden_states"].shape == (1, 126, 128)
+    assert given["encoder_hidden_states"].shape == given["audio_encoder_hidden_states"].shape == (1, 1024, 3840)
+    assert bool((given["encoder_attention_mask"] == 1).all())
+    assert given["timestep"].shape == (1,)
+    assert given["audio_hidden_states"].std() > 0.5
+
+
+def test_structure_has_outlying_channels_that_modulation_divides():
+    pipe = tiny_pipeline()
+    _, kwargs = first_call(pipe.transformer.transformer_blocks[0], lambda: pipe(**call(pipe), output_type="latent"))
+    size = kwargs["hidden_states"].square().mean(dim=(0, 1)).sqrt()
+    assert (size > 4 * size.median()).sum() == OUTLIER_CHANNELS
+    seen = {}
+    pipe.transformer.transformer_blocks[0].attn1.to_q.register_forward_pre_hook(
+        lambda _, args: seen.update(normed=args[0].square().mean(dim=(0, 1)).sqrt())
+    )
+    pipe(**call(pipe), output_type="latent")
+    assert (seen["normed"] < 4 * seen["normed"].median()).all()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_verify_passes_in_every_tier(preset):
+    pipe = tiny_pipeline(torch.bfloat16)
+    if preset == "sparse":
+        add_random_projections(pipe)
+    verification = verify(pipe, call(pipe), config=PRESETS[preset])
+    assert verification.ok, verification_table(verification)
+    assert len(verification.checks) == TINY.transformer["num_layers"]
+    parts = {part.part for part in verification.parts}
+    assert preset == "exact" or {"audio self_attention", "video-to-audio cross_attention"} <= parts
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_verify_finds_damage_in_either_stream(stream, monkeypatch):
+    pipe = tiny_pipeline()
+
+    def damage(output):
+        return tuple(x + 1e-4 * x.roll(1, -1) if i == stream else x for i, x in enumerate(output))
+
+    assert verify(pipe, call(pipe)).ok
+    damage_block(monkeypatch, verify_module, "transformer.transformer_blocks.1", damage)
+    assert {check.block for check in verify(pipe, call(pipe)).failed} == {"transformer.transformer_blocks.1"}
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_compare_judges_both_streams(stream, monkeypatch):
+    pipe = tiny_pipeline()
+
+    def damage(output):
+        return tuple(x + 0.01 * x.roll(1, -1) if i == stream else x for i, x in enumerate(output))
+
+    options = {"with_oracle": True, "with_compile": False, "warmups": 0, "repeats": 1}
+    given = {**call(pipe), "output_type": "latent"}
+    assert 0 < compare(pipe, given, **options).variants[-1].step_error < 1e-5
+    damage_block(monkeypatch, variants_module, "transformer.transformer_blocks.1", damage)
+    with pytest.raises(RuntimeError, match="the patched transformer errs more than it may"):
+        compare(pipe, given, **options)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_end_to_end_runs_in_every_tier(preset, tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    options = ["--structured", "--no-oracle"] if "sparse" in preset else []
+    options += ["--topk", "0.3"] if preset == "sparse" else []
+    arguments = ["--config", "tiny-ltx2", "--preset", preset, "--steps", "2", "--repeats", "1", "--warmups", "0"]
+    assert end_to_end.main([*arguments, *options, "--no-compile", "--decode", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "audio-to-video cross_attention" in printed
+    assert "frames: PSNR" in printed
+
+
+def test_sizes_are_those_of_its_latents():
+    rules = size_rules(REAL.vae, REAL.transformer)
+    assert (rules.height, rules.width, rules.temporal, rules.positions) == (32, 32, 8, None)
+    rules.check(1024, 1792, 121)
