@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch.patching.cuda_graphs import copy_of
 from turbo_rcm_patch.patching.families import family
 
 AUTO = trp.Exact(cuda_graph="auto")
@@ -58,7 +59,7 @@ class Tape(TorchDispatchMode):
             new = [leaf for leaf in leaves if address(leaf) not in read]
             for memory, result in zip(own, new, strict=True):
                 memory.copy_(result)
-        return self._output.clone()
+        return copy_of(self._output)
 
     def forget(self):
         for memory in self._memory:

@@ -23,7 +23,8 @@ from ..plain import is_autocast
 logger = logging.getLogger(__name__)
 
 Inputs = Sequence[torch.Tensor | None]
-Function = Callable[..., torch.Tensor]  # from inputs to one tensor
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+Function = Callable[..., Output]  # from inputs
 
 KINDS_KEPT = 4
 
@@ -61,7 +62,7 @@ class Graphs:
         recorder = self._recorder
         return recorder.reserved_bytes if recorder is not None else 0
 
-    def run(self, key: Hashable, function: Function, inputs: Inputs) -> torch.Tensor:
+    def run(self, key: Hashable, function: Function, inputs: Inputs) -> Output:
         """Return ``function(*inputs)``, replayed if the key has come before. The caller may keep the result."""
         with self._lock:
             if self.failure is None and key not in self._recordings:
@@ -81,7 +82,7 @@ class Graphs:
             self._recordings.clear()
             self._release_pool()
 
-    def _run_first(self, key: Hashable, function: Function, inputs: Inputs) -> torch.Tensor:
+    def _run_first(self, key: Hashable, function: Function, inputs: Inputs) -> Output:
         """Run eagerly, then note that the key was seen. Nothing is noted if the function raises."""
         output = function(*inputs)
         self.eager["not recorded yet"] += 1
@@ -185,22 +186,28 @@ class CudaRecording:
         self,
         graph: torch.cuda.CUDAGraph,
         inputs: list[torch.Tensor | None],
-        output: torch.Tensor,
+        output: Output,
         last_replay: torch.cuda.Event,
     ):
         self._graph, self._inputs, self._output, self._last_replay = graph, inputs, output, last_replay
 
-    def replay(self, inputs: Inputs) -> torch.Tensor:
+    def replay(self, inputs: Inputs) -> Output:
         """Return the function's result for these inputs in new memory."""
-        stream = torch.cuda.current_stream(self._output.device)
+        first = self._output[0] if isinstance(self._output, tuple) else self._output
+        stream = torch.cuda.current_stream(first.device)
         stream.wait_event(self._last_replay)  # any recording's last replay may have run on another stream
         for static, tensor in zip(self._inputs, inputs, strict=True):
             if static is not None:
                 static.copy_(tensor)
         self._graph.replay()
-        output = self._output.clone()
+        output = copy_of(self._output)
         self._last_replay.record(stream)
         return output
+
+
+def copy_of(output: Output) -> Output:
+    """Return a function's result in new memory."""
+    return tuple(map(torch.clone, output)) if isinstance(output, tuple) else output.clone()
 
 
 def why_not_recorded(inputs: Inputs) -> str | None:

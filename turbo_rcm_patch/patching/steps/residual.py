@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from .in_8_bits import why_not_beside_lora
-from .plan import Call, Stream
+from .plan import Call, Shared, Stream
+
+logger = logging.getLogger(__name__)
 
 
 class Storage(NamedTuple):
@@ -47,3 +50,11 @@ def residual_between_skips(stream: Stream, call: Call, gated: Iterable[nn.Module
         return Storage(call.dtype)
     reason = next(filter(None, (why_not_beside_lora(linear, HELD.dtype, stream, call) for linear in gated)), None)
     return HELD if reason is None else Storage(call.dtype, reason=reason)
+
+
+def warn_of_saturation(shared: Shared) -> None:
+    """Warn once if a residual was too large for its dtype. On a GPU a later block notices it."""
+    if shared.has_warned or not shared.saturation.happened():
+        return
+    shared.has_warned = True
+    logger.warning("%s Patch with residual='same' to keep it in the model's dtype.", CUT_OFF)

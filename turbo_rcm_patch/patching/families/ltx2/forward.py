@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingl
 
 from ....plain import is_autocast
 from ...steps.plan import SHARED, Shared, Stream, call_of, state_of
-from ..wan.forward import warn_of_saturation
+from ...steps.residual import warn_of_saturation
 from .block import decide
 from .call import NEEDS_PERTURBATION, LTX2Call, Prompt
 from .modulation import prompt_rows, rows_between_streams, stream_rows

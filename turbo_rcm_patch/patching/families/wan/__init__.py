@@ -6,7 +6,7 @@ modulation.py: timesteps of a sample or of its tokens. graph.py: the model's for
 sizes.py, cases.py: sizes of tensors and checkpoints.
 random_weights.py, inputs.py, image_free.py: for models with random weights.
 names.py: the authors' names. from_files.py: the model that a file with these names is for.
-repeatable.py: the modules that may run more or less often than they are called.
+repeatable.py: the modules that are safe to replay.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
 from ..family import GRAPH, Binding, Family, Pipeline, Targets, graph_of
+from ..graphs import TransformerGraphs
 from .cases import CASES
 from .forward import block_forward, block_inputs
 from .from_files import from_files
-from .graph import WAN_BLOCK, WanGraph, transformer_forward
+from .graph import GRAPHED, WAN_BLOCK, transformer_forward
 from .inputs import pipeline_inputs
 from .modulation import embedder_forward
 from .names import WAN_NAMES
@@ -46,7 +47,7 @@ def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Targets:
 
 
 def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
-    return [(transformer, GRAPH, WanGraph(transformer, shared, forwards))]
+    return [(transformer, GRAPH, TransformerGraphs(GRAPHED, transformer, shared, forwards))]
 
 
 WAN = Family(

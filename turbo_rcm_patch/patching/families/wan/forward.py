@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import torch
@@ -12,14 +11,12 @@ from .... import kernels
 from ....config import PatchConfig
 from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
-from ...steps.plan import BlockState, Shared, Stream, call_of, state_of
-from ...steps.residual import CUT_OFF
+from ...steps.plan import BlockState, Stream, call_of, state_of
+from ...steps.residual import warn_of_saturation
 from .block import WanBlock, WanCall, decide
 from .modulation import gate_varies_by, modulation
 from .repeatable import why_not_repeatable
 from .sub_layers import Inputs, Rotary
-
-logger = logging.getLogger(__name__)
 
 
 def block_forward(
@@ -71,14 +68,6 @@ def run_block(block: nn.Module, inputs: Inputs) -> torch.Tensor:
         out = plan.run(*inputs)
     warn_of_saturation(state.shared)
     return out
-
-
-def warn_of_saturation(shared: Shared) -> None:
-    """Warn once if a residual was too large for its dtype. On a GPU a later block notices it."""
-    if shared.has_warned or not shared.saturation.happened():
-        return
-    shared.has_warned = True
-    logger.warning("%s Patch with residual='same' to keep it in the model's dtype.", CUT_OFF)
 
 
 def _may_compile_ahead(state: BlockState, rotary: object, *inputs: torch.Tensor) -> bool:

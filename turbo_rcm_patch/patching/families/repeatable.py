@@ -1,0 +1,62 @@
+"""Modules that are safe to run once more, or to replay: no side effects and no hooks.
+
+A CUDA graph replays the kernels of modules without calling them, and a block's first call runs modules an extra time to
+compile their kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding, Timesteps
+from torch import nn
+
+from ...plain import is_lora_layer, linear_of, why_not_read
+from ..lora.inside_projections import why_not_inside
+from ..steps.attention import why_not_own_attention
+from ..steps.plan import active_backend
+from ..weights.linear_8bit import QuantizedLinear
+
+# Classes whose outputs depend on their inputs, tensors and attributes alone (dropout draws only in training).
+COMMON = (
+    nn.Conv3d,
+    nn.Dropout,
+    nn.GELU,
+    nn.Identity,
+    nn.Linear,
+    nn.ModuleDict,
+    nn.ModuleList,
+    nn.ParameterDict,
+    nn.SiLU,
+    FeedForward,
+    GELU,
+    PixArtAlphaTextProjection,
+    QuantizedLinear,
+    TimestepEmbedding,
+    Timesteps,
+)
+
+
+def why_not_repeatable(
+    module: nn.Module, device: torch.device, known: tuple[type, ...], forward: object | None = None
+) -> str | None:
+    """Return why it would have a visible effect to run this module once more, or to replay it. Return None if not.
+
+    Hooks and unknown layers may have side effects, and dropout draws random numbers. Submodules are not checked.
+    device: of the inputs. known: a family's classes beside COMMON. forward: the patch's own forward on the instance.
+    """
+    if module._compiled_call_impl is not None:
+        return "torch.compile"
+    if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+        return "dropout"
+    if is_lora_layer(module):
+        reason = None if linear_of(module) is not module else why_not_inside(module)
+        return None if reason is None else f"LoRA layer: {reason}"
+    return why_not_read(module, (*COMMON, *known), device, forward)
+
+
+def why_not_repeatable_attention(attn: nn.Module) -> str | None:
+    """Return the reason why a fused attention may not be replayed, or None. On several GPUs it waits for the others."""
+    reason = why_not_own_attention(attn, active_backend())
+    return reason or ("context parallelism" if attn.processor._parallel_config is not None else None)
