@@ -33,6 +33,7 @@ from turbo_rcm_patch.bench.cases import (
     add_structure,
     build_pipeline,
     install_few_steps,
+    needs_projections,
     random_inputs,
     structured_inputs,
 )
@@ -76,9 +77,9 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     pipe.set_progress_bar_config(disable=not is_first)
     install_few_steps(pipe)
     config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
-    sparsity = {name: getattr(options, name) for name in ("mass", "topk") if getattr(options, name) is not None}
-    config = replace(config, **sparsity)
-    if isinstance(config, Sparse):
+    if options.mass is not None:
+        config = replace(config, mass=options.mass)
+    if isinstance(config, Sparse) and needs_projections(pipe):
         add_random_projections(pipe)
     if options.vae_dtype:
         pipe.vae.to(getattr(torch, options.vae_dtype))
@@ -97,8 +98,6 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     settings["preset"] = options.preset
     if isinstance(config, BlockSparse):
         settings["mass"] = config.mass
-    if options.topk is not None:
-        settings["topk"] = options.topk
     if options.vae_dtype:
         settings["vae_dtype"] = options.vae_dtype
     inputs = random_inputs(pipe)
@@ -146,7 +145,6 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
     parser.add_argument("--preset", default="exact", help="of the patch (default exact)")
     parser.add_argument("--mass", type=float, help="of block-sparse attention (default: the preset's)")
-    parser.add_argument("--topk", type=float, help="of sparse-linear attention (default: the preset's)")
     parser.add_argument("--structured", action="store_true", help="weights and inputs that are like trained ones")
     parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")

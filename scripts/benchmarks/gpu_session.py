@@ -42,7 +42,6 @@ ALL_TIERS = ("--presets", "exact", "quantized", "sparse")
 AT_720P = ("--height", "720", "--width", "1280")
 LARGE_5B = ("--height", "704", "--width", "1280", "--frames", "121")
 LTX2 = (*END_TO_END, "ltx2-19b", "--repeats", "3")
-TURBOT2AV = (*SPARSE, "--topk", "0.3")  # the share of key blocks that it was trained with
 AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
 
@@ -52,7 +51,7 @@ def _ltx2() -> dict[str, tuple[str, ...]]:
     tiers = {
         "": ((), ()),
         "-quantized": (QUANTIZED, ()),
-        "-sparse": (TURBOT2AV, ALIKE),
+        "-sparse": (SPARSE, ALIKE),
         "-block-sparse": (BLOCK_SPARSE, ALIKE),
     }
     verify = (*CLI, "verify", "--config", "ltx2-19b", "--layers", "2")
@@ -60,7 +59,7 @@ def _ltx2() -> dict[str, tuple[str, ...]]:
     for size, options in {"": (), "-1024p": AT_1024P}.items():
         for name, (preset, inputs) in tiers.items():
             steps[f"ltx2-19b-8-layers{size}{name}"] = (*LTX2, "--layers", "8", *options, *inputs, *preset)
-    steps["ltx2-19b-1024p-sparse"] = (*LTX2, *AT_1024P, *ALIKE, *TURBOT2AV)
+    steps["ltx2-19b-1024p-sparse"] = (*LTX2, *AT_1024P, *ALIKE, *SPARSE)
     return steps
 
 

@@ -20,7 +20,13 @@ from functools import partial
 
 import torch
 
-from turbo_rcm_patch.bench.cases import add_random_projections, build_pipeline, install_few_steps, random_inputs
+from turbo_rcm_patch.bench.cases import (
+    add_random_projections,
+    build_pipeline,
+    install_few_steps,
+    needs_projections,
+    random_inputs,
+)
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.oracle import first_call
 from turbo_rcm_patch.bench.timing import in_turns
@@ -71,7 +77,8 @@ def measure(
     options = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
     generate = lambda: pipe(**random_inputs(pipe), **size, **options)  # noqa: E731
     block, step = (repeated(module, generate) for module in (blocks[0], transformer))
-    add_random_projections(pipe)  # for the sparse tier; the others leave them alone
+    if needs_projections(pipe):
+        add_random_projections(pipe)  # for the sparse tier; the others leave them alone
 
     @contextlib.contextmanager
     def patched(tier: str, cuda_graph: str) -> Iterator[None]:

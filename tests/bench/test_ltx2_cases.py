@@ -11,10 +11,10 @@ from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.bench.cases import (
     OUTLIER_CHANNELS,
-    add_random_projections,
     add_structure,
     build_pipeline,
     install_few_steps,
+    needs_projections,
     structured_inputs,
 )
 from turbo_rcm_patch.bench.compare import compare
@@ -100,8 +100,7 @@ def test_structure_has_outlying_channels_that_modulation_divides():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_verify_passes_in_every_tier(preset):
     pipe = tiny_pipeline(torch.bfloat16)
-    if preset == "sparse":
-        add_random_projections(pipe)
+    assert not needs_projections(pipe)
     verification = verify(pipe, call(pipe), config=PRESETS[preset])
     assert verification.ok, verification_table(verification)
     assert len(verification.checks) == TINY.transformer["num_layers"]
@@ -140,7 +139,6 @@ def test_compare_judges_both_streams(stream, monkeypatch):
 def test_end_to_end_runs_in_every_tier(preset, tmp_path, capsys):
     path = tmp_path / "figures.json"
     options = ["--structured", "--no-oracle"] if "sparse" in preset else []
-    options += ["--topk", "0.3"] if preset == "sparse" else []
     arguments = ["--config", "tiny-ltx2", "--preset", preset, "--steps", "2", "--repeats", "1", "--warmups", "0"]
     assert end_to_end.main([*arguments, *options, "--no-compile", "--decode", "--json", str(path)]) == 0
     printed = capsys.readouterr().out

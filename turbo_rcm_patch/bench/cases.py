@@ -84,6 +84,11 @@ def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
                 blocks.random_weights.sharpen_attention(block, QUERY_GAIN)
 
 
+def needs_projections(pipe: DiffusionPipeline) -> bool:
+    """True if sparse-linear attention needs a proj_l in this model. TurboT2AV's LTX-2 has none."""
+    return family_of(pipe.transformer).blocks[0].sparse.needs_projection
+
+
 def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
     """Give every self-attention a random proj_l, which training with sparse-linear attention adds."""
     transformer = pipe.transformer

@@ -13,7 +13,13 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import load_image
 
 from .. import embedded
-from ..bench.cases import add_random_projections, add_structure, build_pipeline, structured_inputs
+from ..bench.cases import (
+    add_random_projections,
+    add_structure,
+    build_pipeline,
+    needs_projections,
+    structured_inputs,
+)
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching import PatchError, patch_text_encoder
 from ..patching.families import CASES
@@ -131,7 +137,7 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     device = choose_device(arguments)
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
     add_structure(pipe)
-    if is_sparse(arguments):
+    if is_sparse(arguments) and needs_projections(pipe):
         add_random_projections(pipe)
     guided = _install_on_case(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)

@@ -54,8 +54,8 @@ def model_of(run: dict) -> str:
     gpus = f", {settings['ulysses']} GPUs" if settings.get("ulysses", 1) > 1 else ""
     ranks = " + ".join(map(str, settings.get("lora_ranks", ())))
     lora = f", LoRA of rank {ranks}" if ranks else ""
-    sparsity = "".join(f", {name} {settings[name]:g}" for name in ("mass", "topk") if name in settings)
-    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}{lora}{sparsity}"
+    mass = f", mass {settings['mass']:g}" if "mass" in settings else ""
+    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}{lora}{mass}"
 
 
 def milliseconds(variant: dict) -> float:
