@@ -23,7 +23,7 @@ def test_published_times():
         "turbowan": 80,
         "turbowan-i2v": 200,
     }
-    assert [recipe.steps for recipe in RECIPES.values()] == [4, 4, 4, 4, 3, 4, 4, 4, 4, 3, 9]
+    assert [recipe.steps for recipe in RECIPES.values()] == [4, 4, 4, 4, 3, 4, 4, 4, 4, 3, 9, 4]
     assert shifted([1, 0.75, 0.5, 0.25], 16) == pytest.approx([1, 0.9796, 0.9412, 0.8421], abs=5e-5)
 
 
@@ -62,6 +62,7 @@ def test_solvers_and_states():
         "lightning": ("euler", "float32"),
         "causvid": ("lcm", "model"),
         "causvid-lora": ("euler", "float32"),
+        "turbot2av": ("sde", "float32"),
     }
     assert [name for name, recipe in RECIPES.items() if recipe.round_timesteps_to_bf16] == [
         *("rcm", "rcm-i2v", "turbowan", "turbowan-i2v")

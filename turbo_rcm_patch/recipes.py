@@ -1,4 +1,4 @@
-"""The schedules that the authors of few-step checkpoints of Wan publish, as data.
+"""The schedules that the authors of few-step checkpoints of Wan and LTX-2 publish, as data.
 
 In rectified-flow time σ in [0, 1]: ``x_σ = (1 − σ)·x_0 + σ·ε``, and the network predicts the velocity ``v = ε − x_0``.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 SOLVERS = ("sde", "euler", "lcm")
 STATE_DTYPES = ("float64", "float32", "bfloat16", "model")
 RCM_STEPS = 4  # the number of published times; fewer steps take the first ones
+INTERMEDIATE_ANGLES = (1.5, 1.4, 1.0)  # rCM's TrigFlow times after the first one, as published
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,11 @@ _DMD_TABLE = shifted([s / 1000 for s in range(1000, 0, -1)], 8.0)
 _DMD_SIGMAS = tuple(min(_DMD_TABLE, key=lambda sigma: abs(1000 * sigma - t)) for t in _DMD_TIMESTEPS)
 
 _RCM = {"solver": "sde", "round_timesteps_to_bf16": True, "state_dtype": "float64"}
+# rCM's times from σ = 1, and the timesteps that they become in the bf16 of TurboT2AV's authors.
+_TURBOT2AV = {
+    "sigmas": [math.sin(t) / (math.cos(t) + math.sin(t)) for t in (math.pi / 2, *INTERMEDIATE_ANGLES)],
+    "timesteps": (1000.0, 928.0, 852.0, 608.0),
+}
 # The experts of Wan 2.2 change at 0.9; the authors' command for image to video takes the deterministic solver.
 _RCM_I2V = {**_RCM, "solver": "euler", "sigma_max": 200.0, "boundary": 0.9}
 _DMD = {"solver": "lcm", "sigmas": _DMD_SIGMAS, "timesteps": _DMD_TIMESTEPS, "state_dtype": "model"}
@@ -168,8 +174,10 @@ RECIPES: dict[str, Recipe] = {
             sigmas=(1.0, 0.934, 0.862, 0.756, 0.603, 0.41, 0.25, 0.14, 0.074),
             fewer_steps=True,
         ),
+        Recipe("turbot2av", "sde", **_TURBOT2AV, fewer_steps=True),
     )
 }
+LTX2_RECIPES = ("turbot2av",)  # the others are for Wan
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
@@ -180,12 +188,12 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
-        raise TypeError(f"recipe={recipe!r}; give a Recipe, or the name of one: {recipe_names()}.")
+        raise TypeError(f"recipe={recipe!r}; give a Recipe, or the name of one: {', '.join(RECIPES)}.")
     if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r} is unknown; accepted are {recipe_names()}, or a Recipe of your own.")
+        raise ValueError(f"recipe={recipe!r} is unknown; accepted are {', '.join(RECIPES)}, or a Recipe of your own.")
     return RECIPES[recipe]
 
 
-def recipe_names() -> str:
-    """Return all names, for messages."""
-    return ", ".join(RECIPES)
+def recipe_names(*, ltx2: bool = False) -> str:
+    """Return the names of Wan's recipes, or of LTX-2's, for messages."""
+    return ", ".join(name for name in RECIPES if (name in LTX2_RECIPES) == ltx2)

@@ -10,6 +10,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -20,6 +21,16 @@ from .recipes import RECIPES, Recipe
 from .solvers import euler_step, lcm_step, model_timesteps, rcm_times, sde_step
 
 Generator = torch.Generator | list[torch.Generator]
+
+
+class _NextGeneration(NamedTuple):
+    """The generator of a generation whose times are chosen later. Copies of a scheduler share it."""
+
+    generator: Generator | None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _NextGeneration:
+        return self
+
 
 _generation = threading.local()  # scheduler: a weak reference to the one of this thread's generation
 
@@ -54,6 +65,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
 
     order = 1
     driver: str | None = None
+    _next: _NextGeneration | None = None
 
     @register_to_config
     def __init__(
@@ -84,13 +96,19 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         device: str | torch.device | None = None,
         sigmas: Sequence[float] | torch.Tensor | None = None,
         timesteps: Sequence[float] | torch.Tensor | None = None,
+        mu: float | None = None,
     ):
         """Choose the next generation's times: ``timesteps`` [N], on the device, and ``sigmas`` [N + 1], on the CPU.
 
         By default these are the first num_inference_steps of the configured times (None: all). Times that you pass are
         strictly decreasing and without the final 0: sigmas in (0, 1], or timesteps in (0, num_train_timesteps]. Raises
         ValueError for other values.
+
+        mu: LTX-2's pipelines pass it, and 1, 1 − 1/N, … as sigmas for a call without sigmas of its own. These choose N
+        configured times then.
         """
+        if mu is not None and sigmas is not None and _are_evenly_spaced(sigmas):
+            num_inference_steps, sigmas = len(sigmas), None
         if sigmas is not None and timesteps is not None:
             raise ValueError("both sigmas and timesteps were given; they say the same, so give one.")
         known = None
@@ -143,9 +161,9 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         self.timesteps = timesteps.to(device)
         self.num_inference_steps = len(self.timesteps)
         self._step_index = self._begin_index = self._final_dtype = None
-        # The last generator was another generation's. This one's is bound later.
-        self.generator: Generator | None = None
-        self._is_bound = False
+        # The last generator was another generation's. This one's is bound later, or was bound for these times.
+        self.generator: Generator | None = None if self._next is None else self._next.generator
+        self._is_bound, self._next = self._next is not None, None
 
     @property
     def init_noise_sigma(self) -> float:
@@ -166,10 +184,17 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         """Set the index of the generation's first step, so that ``step`` need not find it by its timestep."""
         self._begin_index = begin_index
 
-    def bind_generator(self, generator: Generator | None):
-        """Begin a generation. Its steps draw from this generator, or one per sample. None: torch's global generator."""
+    def bind_generator(self, generator: Generator | None, *, before_times: bool = False):
+        """Begin a generation. Its steps draw from this generator, or one per sample. None: torch's global generator.
+
+        before_times: True if set_timesteps is called afterwards, on this scheduler and on copies of it for more streams
+            of the same generation. All of them draw from the one generator.
+        """
         _generation.scheduler = weakref.ref(self)
-        self.generator, self._is_bound = generator, True
+        if before_times:
+            self._next = _NextGeneration(generator)
+        else:
+            self.generator, self._is_bound = generator, True
 
     def scale_initial_noise(self, noise: torch.Tensor) -> torch.Tensor:
         """Return the initial state ``t_0 · noise``, of any shape. The last ``step`` returns noise's dtype.
@@ -359,6 +384,11 @@ def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float 
     if scale > 1 and values[0] <= 1:
         raise ValueError(f"{name}={values.tolist()} look like times in (0, 1]; pass those as sigmas.")
     return torch.cat([values / scale, values.new_zeros(1)])
+
+
+def _are_evenly_spaced(sigmas: Sequence[float] | torch.Tensor) -> bool:
+    """True for 1, 1 − 1/N, …, 1/N."""
+    return all(abs(float(sigma) - (1 - step / len(sigmas))) < 1e-6 for step, sigma in enumerate(sigmas))
 
 
 def _check_timesteps(num_train_timesteps: int, boundary_timestep: float | None) -> None:

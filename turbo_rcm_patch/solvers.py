@@ -10,9 +10,7 @@ import math
 
 import torch
 
-from .recipes import RCM_STEPS
-
-INTERMEDIATE_ANGLES = (1.5, 1.4, 1.0)  # TrigFlow times after the first one, as published
+from .recipes import INTERMEDIATE_ANGLES, RCM_STEPS
 
 
 def rcm_times(num_steps: int, sigma_max: float = 80.0) -> torch.Tensor:

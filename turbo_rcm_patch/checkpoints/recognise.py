@@ -17,6 +17,7 @@ _NAMES = (
     ("lightning", re.compile(r"lightning|seko|4steps-lora")),
     ("causvid", re.compile(r"causvid")),
     ("fastwan", re.compile(r"fastwan")),
+    ("turbot2av", re.compile(r"turbo-?t2av")),
     ("turbowan", re.compile(r"turbowan|turbodiffusion")),
     ("lightx2v", re.compile(r"lightx2v|step_distill|stepdistill")),
     ("rcm", re.compile(r"(?<![a-z])rcm(?![a-z])")),

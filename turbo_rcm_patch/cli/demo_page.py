@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
-from ..recipes import RCM_STEPS, RECIPES
+from ..recipes import LTX2_RECIPES, RCM_STEPS, RECIPES
 from ..shapes.grammar import EXAMPLES
 from .checks import OWN_SAMPLER
 from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request
@@ -158,8 +158,8 @@ def _sizes(maker: DemoVideos) -> dict[str, int]:
 
 
 def _recipes() -> list[str]:
-    """Return the recipes of models that make videos from text."""
-    return [name for name in RECIPES if not any(word in name for word in FROM_IMAGES)]
+    """Return the recipes of Wan models that make videos from text."""
+    return [name for name in RECIPES if name not in LTX2_RECIPES and not any(word in name for word in FROM_IMAGES)]
 
 
 def _steps_of(model: str, recipe: str) -> int | None:

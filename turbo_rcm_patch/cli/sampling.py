@@ -30,7 +30,7 @@ def install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> N
             _use_distilled(pipe, arguments, guided)
         for steps in step_counts(arguments):
             pipe.scheduler.set_timesteps(default_steps(pipe) if steps is None else steps)
-    except (ValueError, ImportError) as error:
+    except (ValueError, TypeError, ImportError) as error:
         raise CommandError(as_option(error)) from error
 
 

@@ -192,12 +192,15 @@ class Pipeline(NamedTuple):
     starts_from: "text", "image" or "video", what a video is made from. Image pipelines take the recipes for image to
     video. adds_noise: True if ``prepare_latents`` calls ``scheduler.add_noise``, which has scaled the noise. If not,
     its first result is the noise, which is scaled afterwards. is_modular: True if its blocks have that method.
+    has_sound: True for LTX-2's, which sample sound with a copy of the scheduler, prepare unit noise before they choose
+    the times, and have several kinds of guidance.
     """
 
     pipeline_class: type[DiffusionPipeline]
     starts_from: str
     adds_noise: bool = False
     is_modular: bool = False
+    has_sound: bool = False
 
 
 class PipelineInputs(NamedTuple):

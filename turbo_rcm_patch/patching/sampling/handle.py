@@ -34,6 +34,10 @@ def check_pipeline(pipe: object, caller: str) -> None:
     if pipeline_of(pipe) is None:
         supported = ", ".join(pipeline.pipeline_class.__name__ for pipeline in PIPELINES)
         raise TypeError(f"{caller} does not know {type(pipe).__name__}; supported are {supported}.")
+    if pipeline_of(pipe).has_sound and caller == "use_rcm":
+        raise TypeError(
+            f"use_rcm is for Wan, not for {type(pipe).__name__}; call use_distilled with recipe='turbot2av'."
+        )
     if pipe.scheduler is None:
         raise ValueError(f"this {type(pipe).__name__} has no scheduler; load the pipeline with one.")
     active = vars(pipe).get(HANDLE)
@@ -76,6 +80,11 @@ def _prepare_latents(pipe: DiffusionPipeline, *args, **kwargs):
     return vars(pipe)[HANDLE].prepare_latents(pipe, None, *args, **kwargs)
 
 
+def _encode_prompt(pipe: DiffusionPipeline, *args, **kwargs):
+    """Replace the encode_prompt of a pipeline with sound. pipe: as above."""
+    return vars(pipe)[HANDLE].encode_prompt(pipe, *args, **kwargs)
+
+
 def _prepare_latents_of_block(own: Callable, pipe: ModularPipeline, *args, **kwargs):
     """Replace the static method ``own`` of a modular pipeline's block. pipe: as above, or any that has the block."""
     handle = vars(pipe).get(HANDLE)
@@ -111,6 +120,12 @@ def _guiders_off(pipe: ModularPipeline) -> dict[str, BaseGuidance]:
     return off
 
 
+# A pipeline with sound keeps its guidance in these attributes. It encodes prompts for it before it prepares latents.
+_NO_GUIDANCE = {
+    f"_{stream}{name}": off
+    for stream in ("", "audio_")
+    for name, off in (("guidance_scale", 1.0), ("stg_scale", 0.0), ("modality_scale", 1.0), ("guidance_rescale", 0.0))
+}
 _OF_BLOCKS = {"prepare_latents": _prepare_latents_of_block, "encode_prompt": _encode_prompt_of_block}
 
 
@@ -128,6 +143,8 @@ class FewStepHandle:
             ours |= {"_blocks": _few_step(pipe._blocks), **({} if classifier_free_guidance else _guiders_off(pipe))}
         else:
             ours["prepare_latents"] = bind(_prepare_latents, pipe)
+            if pipeline_of(pipe).has_sound:
+                ours["encode_prompt"] = bind(_encode_prompt, pipe)
         self._ours = list(ours)
         self._replaced = {name: vars(pipe)[name] for name in ours if name in vars(pipe)}
         scheduler.driver = caller
@@ -152,11 +169,9 @@ class FewStepHandle:
         if not self._active:
             raise RuntimeError(f"this {self.caller} is restored already.")
         own = vars(self.pipe)
-        held = {
-            "scheduler": own.get("scheduler") is self.scheduler,
-            "prepare_latents": "prepare_latents" not in self._ours
-            or function_bound_to(self.pipe, own.get("prepare_latents")) is _prepare_latents,
-        }
+        held = {"scheduler": own.get("scheduler") is self.scheduler}
+        for name, function in (("prepare_latents", _prepare_latents), ("encode_prompt", _encode_prompt)):
+            held[name] = name not in self._ours or function_bound_to(self.pipe, own.get(name)) is function
         for name, is_ours in held.items():
             if not is_ours:
                 raise RuntimeError(f"pipe.{name} was replaced after {self.caller}; undo that first, then restore.")
@@ -181,6 +196,9 @@ class FewStepHandle:
         check_experts(pipe, scheduler.timesteps.tolist(), pipe.config.get("boundary_ratio"))
         own = self._replaced.get("prepare_latents") or partial(of_block or type(pipe).prepare_latents, pipe)
         call = inspect.signature(own).bind(*args, **kwargs)
+        if pipeline_of(pipe).has_sound:
+            scheduler.bind_generator(call.arguments.get("generator"), before_times=True)
+            return own(*args, **kwargs)
         scheduler.bind_generator(call.arguments.get("generator"))
         if of_block is None and pipe.guidance_scale > 1 and not self._classifier_free_guidance:
             self._turn_guidance_off(pipe)
@@ -191,6 +209,16 @@ class FewStepHandle:
             return (scheduler.scale_initial_noise(prepared[0]), *prepared[1:])
         scaled = scheduler.scale_initial_noise(prepared)
         return scaled if of_block is None else scaled.to(prepared.dtype)  # its loop gives every state this dtype
+
+    def encode_prompt(self, pipe: DiffusionPipeline, *args, **kwargs):
+        """Turn the guidance of a pipeline with sound off, then encode its prompt alone."""
+        own = self._replaced.get("encode_prompt") or partial(type(pipe).encode_prompt, pipe)
+        if self._classifier_free_guidance or not self._active:
+            return own(*args, **kwargs)
+        vars(pipe).update(_NO_GUIDANCE)
+        call = inspect.signature(own).bind(*args, **kwargs)
+        call.arguments["do_classifier_free_guidance"] = False
+        return own(*call.args, **call.kwargs)
 
     def _turn_guidance_off(self, pipe: DiffusionPipeline):
         pipe._guidance_scale = 1.0

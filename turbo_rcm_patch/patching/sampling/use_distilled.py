@@ -22,7 +22,7 @@ from ...checkpoints.recognise import (
     odd_names,
     own_name,
 )
-from ...recipes import RECIPES, Recipe, find_recipe, recipe_names
+from ...recipes import LTX2_RECIPES, RECIPES, Recipe, find_recipe, recipe_names
 from ...scheduler import FewStepScheduler, scheduler_of
 from ..apply import transformers_of
 from ..families import family_of, pipeline_of
@@ -31,11 +31,6 @@ from ..steps.sparse_linear import is_projection
 from .distilled_handle import DistilledHandle, File, Files, Models, Sampling
 from .handle import check_experts, check_pipeline, train_timesteps
 from .use_rcm import rcm_scheduler
-
-_ACCEPTED = (
-    f"Accepted are LoRA files ({', '.join(SUFFIXES)}), folders and hub ids. Give how a LoRA was distilled as recipe=, "
-    f"one of {recipe_names()}."
-)
 
 
 class NotRecognised(ValueError):
@@ -53,9 +48,9 @@ def use_distilled(
 ) -> DistilledHandle:
     """Load a LoRA if one is given, and let ``pipe(...)`` sample in the few steps of its distillation.
 
-    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline, patched or not, or a
-        modular Wan pipeline. A modular one rounds timesteps to its prompt's dtype and gives the sampler fp32, whatever
-        the recipe says.
+    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline, WanVACEPipeline, LTX2Pipeline or
+        LTX2ImageToVideoPipeline, patched or not, or a modular Wan pipeline. A modular one rounds timesteps to its
+        prompt's dtype and gives the sampler fp32, whatever the recipe says.
     source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
         two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. (None, low) loads a LoRA for
         one expert only, and both experts take the recipe's steps. None: the pipeline itself is distilled. A LoRA's
@@ -73,7 +68,7 @@ def use_distilled(
     steps: more steps than the recipe's, such as 6 or 8 for lightx2v and Lightning, at its authors' spacing. None: the
         recipe's own number. Other recipes have no such spacing: give a Recipe with sigmas of your own.
     classifier_free_guidance: True if guidance_scale counts. By default a value above 1 is taken as 1, with one warning,
-        and a modular pipeline's guiders are disabled.
+        and a modular pipeline's guiders are disabled. LTX-2's guidance of all kinds is off by default.
 
     Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
     Only the call's ``generator`` decides the noise. The log and ``str(handle)`` tell the chosen sampler, how many
@@ -91,9 +86,10 @@ def use_distilled(
     """
     check_pipeline(pipe, "use_distilled")
     chosen = None if recipe is None else find_recipe(recipe)
+    _check_recipe(pipe, chosen)
     models = {name: getattr(model, "_orig_mod", model) for name, model in transformers_of(pipe).items()}
     scales = dict(zip(models, _scales(scale, len(models)), strict=True))
-    files = {} if source is None else _read(source, models)
+    files = {} if source is None else _read(pipe, source, models)
     for name, file in files.items():
         check_loadable(models[name], name, file.lora)
     if files:
@@ -107,9 +103,26 @@ def use_distilled(
         notes = [note for found in keys for note in ignored_parts(found)]
     sampling = _sampling(pipe, chosen, files, models, notes, steps)
     check_experts(pipe, sampling.scheduler.timesteps[:1].tolist(), sampling.boundary_ratio)
+    if pipeline_of(pipe).has_sound and sampling.scheduler.sigmas[0] != 1:
+        first = float(sampling.scheduler.sigmas[0])
+        raise ValueError(
+            f"recipe {sampling.recipe!r} begins at sigma {first:g}, but {type(pipe).__name__} begins with noise alone; "
+            "give 1 as the first of its sigmas."
+        )
     if sampling.recipe == "fastwan" and not files and not all(keys):  # diffusers drops them with a line in its log
         notes.append(PERHAPS_GATES)
     return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scales, notes)
+
+
+def _check_recipe(pipe: DiffusionPipeline, recipe: Recipe | None) -> None:
+    """Raise ValueError for a published recipe of another family's."""
+    ltx2 = pipeline_of(pipe).has_sound
+    if recipe is None or RECIPES.get(recipe.name) is not recipe or (recipe.name in LTX2_RECIPES) == ltx2:
+        return
+    raise ValueError(
+        f"recipe={recipe.name!r} is not for {type(pipe).__name__}; accepted are {recipe_names(ltx2=ltx2)}, or a Recipe "
+        "of your own."
+    )
 
 
 def _scales(scale: object, experts: int) -> list[float]:
@@ -124,13 +137,17 @@ def _scales(scale: object, experts: int) -> list[float]:
     return scales
 
 
-def _read(source: Source | Sequence[Source | None], models: Models) -> Files:
+def _read(pipe: DiffusionPipeline, source: Source | Sequence[Source | None], models: Models) -> Files:
     files = {}
+    accepted = (
+        f"Accepted are LoRA files ({', '.join(SUFFIXES)}), folders and hub ids. Give how a LoRA was distilled as "
+        f"recipe=, one of {recipe_names(ltx2=pipeline_of(pipe).has_sound)}."
+    )
     try:
         paths = find_files(source, len(models))
         contents = [None if path is None else read_tensors(path) for path in paths]
     except ValueError as error:
-        raise ValueError(f"{str(error).rstrip('.')}. {_ACCEPTED}") from None
+        raise ValueError(f"{str(error).rstrip('.')}. {accepted}") from None
     for path, content, (name, model) in zip(paths, contents, models.items(), strict=True):
         if content is None:
             continue
@@ -138,12 +155,12 @@ def _read(source: Source | Sequence[Source | None], models: Models) -> Files:
         if not looks_like_lora(tensors):
             raise ValueError(
                 f"{path} is not a LoRA: it holds tensors such as {next(iter(tensors))}. If it is a whole model, load "
-                f"it as a diffusers pipeline and call use_distilled without source. {_ACCEPTED}"
+                f"it as a diffusers pipeline and call use_distilled without source. {accepted}"
             )
         try:
             files[name] = File(path, read_lora(tensors, model, metadata, names=family_of(model).names))
         except ValueError as error:
-            raise ValueError(f"{path}: {str(error).rstrip('.')}. {_ACCEPTED}") from None
+            raise ValueError(f"{path}: {str(error).rstrip('.')}. {accepted}") from None
     return files
 
 
@@ -176,12 +193,13 @@ def _sampling(
         return Sampling(scheduler, chosen.name, "as asked for", own)
     evidence = "as asked for"
     if chosen is None:
-        found = _recognise_files(files, models) if files else _recognise_loaded(models)
-        if found is None:
+        ltx2 = pipeline_of(pipe).has_sound
+        found = _recognise_files(files, models, ltx2=ltx2) if files else _recognise_loaded(models)
+        if found is None or (found.recipe in LTX2_RECIPES) != ltx2:
             first, *_ = models.values()
             raise NotRecognised(
                 f"neither the name nor the files of the loaded model ({_name_of(first) or 'it has no name'}) tell how "
-                f"it was distilled; give a LoRA as source, or recipe=, one of {recipe_names()}."
+                f"it was distilled; give a LoRA as source, or recipe=, one of {recipe_names(ltx2=ltx2)}."
             )
         chosen, evidence = RECIPES[found.recipe], found.evidence
         if found.alone:
@@ -194,13 +212,15 @@ def _sampling(
     return Sampling(scheduler, recipe.name, evidence, boundary)
 
 
-def _recognise_files(files: Files, models: Models) -> Recognised:
-    found = [lora_claims(file.path, file.lora, models[name], len(models)) for name, file in files.items()]
+def _recognise_files(files: Files, models: Models, *, ltx2: bool) -> Recognised:
+    """Recognise LoRA files. Raises ValueError if that fails, and for all LoRAs of LTX-2."""
+    claims_of = (lambda *_: []) if ltx2 else lora_claims
+    found = [claims_of(file.path, file.lora, models[name], len(models)) for name, file in files.items()]
     known = {claim.recipe for claims in found for claim in claims}
     if len(known) != 1 or [] in found:
         names = ", ".join(file.path.name for file in files.values())
         what = f"look like {' and '.join(sorted(known))}" if len(known) > 1 else "cannot be recognised"
-        raise ValueError(f"{names}: {what}; give how it was distilled as recipe=, one of {recipe_names()}.")
+        raise ValueError(f"{names}: {what}; give how it was distilled as recipe=, one of {recipe_names(ltx2=ltx2)}.")
     first = [claims[0] for claims in found]
     return next((claim for claim in first if claim.alone), first[0])
 

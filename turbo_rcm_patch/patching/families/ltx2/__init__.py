@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
 from diffusers.models.transformers.transformer_ltx2 import (
     LTX2Attention,
     LTX2AudioVideoAttnProcessor,
@@ -23,7 +24,7 @@ from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
 from ...steps.sparse_linear import SparseForm
-from ..family import Binding, Blocks, Family, Measured, Targets
+from ..family import Binding, Blocks, Family, Measured, Pipeline, Targets
 from .block import decide
 from .call import LTX2Block, usual_call
 from .cases import CASES
@@ -89,6 +90,10 @@ LTX2 = Family(
     ),
     "proj_in",
     LTX2_NAMES,
+    pipelines=(
+        Pipeline(LTX2Pipeline, "text", has_sound=True),
+        Pipeline(LTX2ImageToVideoPipeline, "image", has_sound=True),
+    ),
     cases=CASES,
     inputs=pipeline_inputs,
     more=_more,
