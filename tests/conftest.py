@@ -1,6 +1,8 @@
 """Devices of the tests: a CUDA GPU if there is one, else Triton's CPU interpreter, switched on before any import."""
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -22,7 +24,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests import offloading_lookup
+from tests import module_walks
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter import speed_up
@@ -31,9 +33,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 gc.set_threshold(20_000, 20, 20)  # by default the collector takes a tenth of the tests' time
 
-# Before and after each test pytest goes through all loggers that do not propagate. PyTorch has 50.
-for logger in logging.root.manager.loggerDict.values():
-    logger.propagate = True
+
+def pytest_collection(session):
+    """pytest rewrites the asserts of a new test file for half a second and keeps the result. Of several workers each
+    starts with files of its own, so that none does what another one did."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    paths = [
+        (session.config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in session.config.args
+    ]
+    files = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
+    start = len(files) * int(worker["workerid"][2:]) // worker["workercount"]
+    for file in files[start:]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports it
+            importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items):
@@ -48,8 +62,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Speed up a search, spare the collector what is there now, and start what forks processes for tests of several."""
-    offloading_lookup.speed_up()
+    """Speed up walks, spare the collector what is there now, and start what forks processes for tests of several."""
+    module_walks.speed_up()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch"):  # pytest looks for loggers that do not propagate six times in a test; torch has 70
+            logger.propagate = True
     gc.freeze()
     gc.enable()
     if "tests.ranks" in sys.modules:
