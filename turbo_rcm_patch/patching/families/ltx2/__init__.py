@@ -3,6 +3,7 @@
 call.py: kinds of calls. block.py, attentions.py: how the steps of a block are decided. sub_layers.py: its plan and how
 that runs. forward.py: the forwards of blocks.
 modulation.py: what the timestep changes. rope.py: RoPE tables of both layouts. masks.py: masks of prompts.
+graph.py: the model's forward as a CUDA graph.
 measured.py: what `verify` measures. sizes.py, cases.py: sizes of tensors and checkpoints. names.py: the authors' names.
 random_weights.py, connector_free.py: for models with random weights.
 """
@@ -24,13 +25,15 @@ from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
 from ...steps.sparse_linear import SparseForm
-from ..family import Binding, Blocks, Family, Measured, Pipeline, Targets
+from ..family import GRAPH, Binding, Blocks, Family, Measured, Pipeline, Targets, graph_of
+from ..graphs import TransformerGraphs
 from .block import decide
-from .call import LTX2Block, usual_call
+from .call import TOPK, LTX2Block, usual_call
 from .cases import CASES
 from .connector_free import pipeline_inputs
 from .forward import block_forward, block_inputs, time_embed_forward
-from .masks import MASKS, SeenMasks, transformer_forward
+from .graph import GRAPHED, transformer_forward
+from .masks import MASKS, SeenMasks
 from .measured import MODULES, self_attention_qkv, sub_layer_terms
 from .names import LTX2_NAMES
 from .random_weights import RANDOM_WEIGHTS
@@ -58,14 +61,16 @@ LINEARS["feed_forward"] = tuple(f"{ff}.{name}" for ff in ("ff", "audio_ff") for 
 
 def _more(transformer: LTX2VideoTransformer3DModel, config: PatchConfig) -> Targets:
     time_embed = ("time_embed", transformer.time_embed, time_embed_forward)
-    # Under a hook, such as model offloading, that holds the old forward, masks that hide nothing are not left out.
+    # Under a hook, such as model offloading, that holds the old forward, masks that hide nothing are not left out, and
+    # the model goes without graphs.
     if hook_in_place_of_forward(transformer):
         return [time_embed]
     return [("", transformer, transformer_forward), time_embed]
 
 
 def _attributes(transformer: LTX2VideoTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
-    return [(transformer, MASKS, SeenMasks())]
+    graphs = TransformerGraphs(GRAPHED, transformer, shared, forwards)
+    return [(transformer, MASKS, SeenMasks()), (transformer, GRAPH, graphs)]
 
 
 LTX2 = Family(
@@ -84,7 +89,7 @@ LTX2 = Family(
             self_attention="attn1",
             measured=Measured(block_inputs, sub_layer_terms, self_attention_qkv),
             sizes=SIZES,
-            sparse=SparseForm(LTX2AudioVideoAttnProcessor, rotate, topk=0.3, needs_projection=False),
+            sparse=SparseForm(LTX2AudioVideoAttnProcessor, rotate, topk=TOPK, needs_projection=False),
             random_weights=RANDOM_WEIGHTS,
         ),
     ),
@@ -99,7 +104,8 @@ LTX2 = Family(
     more=_more,
     attributes=_attributes,
     notes=lambda transformer: [
-        "not fused: time and prompt embeddings, RoPE tables, the output norms; no CUDA graphs",
+        graph_of(transformer).note(),
+        "not fused: time and prompt embeddings, RoPE tables, the output norms",
         "a pipeline's connectors, VAE of the sound and vocoder are as without the patch",
     ],
 )

@@ -5,8 +5,6 @@ diffusers would add a mask of zeros to the scores, which few attention kernels c
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
 from collections import OrderedDict
 
@@ -16,8 +14,6 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3
 MASKS = "_turbo_rcm_patch_masks"  # the attribute of a patched transformer that holds its SeenMasks
 PROMPT_MASKS = ("encoder_attention_mask", "audio_encoder_attention_mask")
 MOST = 8  # masks that are remembered; a step of guidance has two
-
-_SIGNATURE = inspect.signature(LTX2VideoTransformer3DModel.forward)
 
 
 class SeenMasks:
@@ -51,16 +47,12 @@ class SeenMasks:
         return SeenMasks, ()
 
 
-@functools.wraps(LTX2VideoTransformer3DModel.forward, assigned=())  # for code that reads the signature
-def transformer_forward(self: LTX2VideoTransformer3DModel, *args: object, **kwargs: object) -> object:
-    """Run LTX2VideoTransformer3DModel.forward without masks of prompts that hide nothing. Bound on instances."""
-    arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
+def leave_out_masks(transformer: LTX2VideoTransformer3DModel, arguments: dict[str, object]) -> None:
+    """Take the masks of prompts that hide nothing out of the arguments of the transformer's forward."""
     for name in PROMPT_MASKS:
         mask = arguments.get(name)
-        if mask is not None and _may_read(self, mask) and getattr(self, MASKS).hides_nothing(mask):
+        if mask is not None and _may_read(transformer, mask) and getattr(transformer, MASKS).hides_nothing(mask):
             arguments[name] = None
-    # Pass keywords: diffusers' decorator around the class's forward reads a LoRA's scale only from keywords.
-    return type(self).forward(**arguments)
 
 
 def _may_read(transformer: LTX2VideoTransformer3DModel, mask: torch.Tensor) -> bool:

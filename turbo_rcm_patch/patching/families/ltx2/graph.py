@@ -1,0 +1,128 @@
+"""LTX2VideoTransformer3DModel.forward as a CUDA graph, if its kernels take longer to launch than to run.
+
+A block launches three times as many kernels as one of Wan's, because the sound goes through all of it: half of them are
+for the few tokens of the sound.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+
+import torch
+from diffusers.models.embeddings import PixArtAlphaCombinedTimestepSizeEmbeddings
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_ltx2 import (
+    AudioVisualModelOutput,
+    LTX2AdaLayerNormSingle,
+    LTX2AudioVideoRotaryPosEmbed,
+    LTX2VideoTransformer3DModel,
+    LTX2VideoTransformerBlock,
+)
+from torch import nn
+
+from ....config import PatchConfig
+from ...cuda_graphs import Inputs
+from ..family import graph_of
+from ..graphs import Graphed
+from ..repeatable import why_not_repeatable, why_not_repeatable_attention
+from ..wan.graph import MOST_FLOPS_PER_BLOCK as MOST_OF_WAN
+from ..wan.graph import flops_of
+from .attentions import why_not_fused_attention
+from .call import TOPK, LTX2Block
+from .masks import leave_out_masks
+
+MOST_FLOPS_PER_BLOCK = 3 * MOST_OF_WAN  # launching takes three times as long
+
+TENSORS = (
+    *("hidden_states", "audio_hidden_states", "encoder_hidden_states", "audio_encoder_hidden_states"),
+    *("timestep", "audio_timestep", "sigma", "audio_sigma", "video_coords", "audio_coords"),
+    *("encoder_attention_mask", "audio_encoder_attention_mask", "video_self_attention_mask", "video_keyframes_mask"),
+)
+# Arguments that a graph cannot have, with the reasons.
+REFUSED = {
+    "attention_kwargs": "attention_kwargs",
+    "spatio_temporal_guidance_blocks": "perturbed attention",  # which waits for the GPU to tell its mask's values
+    "perturbation_mask": "perturbed attention",
+}
+_KNOWN = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    LTX2AdaLayerNormSingle,
+    LTX2AudioVideoRotaryPosEmbed,
+    LTX2VideoTransformer3DModel,
+    LTX2VideoTransformerBlock,
+    PixArtAlphaCombinedTimestepSizeEmbeddings,
+    RMSNorm,
+    LTX2Block().attention_class,
+)
+_SIGNATURE = inspect.signature(LTX2VideoTransformer3DModel.forward)
+
+
+@functools.wraps(LTX2VideoTransformer3DModel.forward, assigned=())  # for code that reads the signature
+def transformer_forward(
+    self: LTX2VideoTransformer3DModel, *args: object, **kwargs: object
+) -> AudioVisualModelOutput | tuple[torch.Tensor, torch.Tensor]:
+    """Run LTX2VideoTransformer3DModel.forward without masks of prompts that hide nothing. Bound on instances.
+
+    Replay it from a CUDA graph if that is safe and faster.
+    """
+    arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
+    del arguments["self"]
+    leave_out_masks(self, arguments)
+    inputs = tuple(map(arguments.get, TENSORS))
+    if torch.compiler.is_compiling() or not (graph := graph_of(self)).takes(self, inputs, _why_not_call(arguments)):
+        # Pass keywords: diffusers' decorator around the class's forward reads a LoRA's scale only from keywords.
+        return type(self).forward(self, **arguments)
+    others = {name: value for name, value in arguments.items() if name not in (*TENSORS, *REFUSED, "return_dict")}
+    video, audio = graph.run(inputs, tuple(others.items()))
+    if not arguments.get("return_dict", True):
+        return video, audio
+    return AudioVisualModelOutput(sample=video, audio_sample=audio)
+
+
+def _why_not_call(arguments: Mapping[str, object]) -> str | None:
+    """Return why a call with these arguments runs without a graph, or None."""
+    refused = (reason for name, reason in REFUSED.items() if arguments.get(name) is not None)
+    if (reason := next(refused, None)) is not None:
+        return reason
+    if arguments.get("video_coords") is None or arguments.get("audio_coords") is None:
+        return "no coordinates"  # the model makes them with copies from the CPU
+    return None
+
+
+def _compute(
+    transformer: LTX2VideoTransformer3DModel, options: tuple[tuple[str, object], ...], *inputs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = dict(zip(TENSORS, inputs, strict=True))
+    return type(transformer).forward(transformer, **tensors, **dict(options), return_dict=False)
+
+
+def _is_large(transformer: LTX2VideoTransformer3DModel, inputs: Inputs, config: PatchConfig) -> bool:
+    return flops_per_block(transformer, inputs[0], config) > MOST_FLOPS_PER_BLOCK
+
+
+def flops_per_block(transformer: LTX2VideoTransformer3DModel, latents: torch.Tensor, config: PatchConfig) -> float:
+    """Return the floating-point operations of one block's linears and self-attention of the video [B, S, C].
+
+    As for Wan, operations in 8 bits count half.
+    """
+    widths = transformer.config
+    dim = widths.num_attention_heads * widths.attention_head_dim
+    between = widths.audio_num_attention_heads * widths.audio_attention_head_dim
+    # Per token: q, k, v and out of self-attention, q and out of the prompt's, q and out of audio to video, k and v of
+    # video to audio, two linears of the feed-forward.
+    linears = 2 * (6 * dim * dim + 4 * dim * between + 8 * dim * dim)
+    return flops_of(*latents.shape[:2], linears, dim, config, TOPK)
+
+
+def _why_not_repeatable(module: nn.Module, device: torch.device, forward: Callable | None) -> str | None:
+    kind = LTX2Block()
+    reason = why_not_repeatable(module, device, _KNOWN, forward)
+    if reason is None and type(module) is kind.attention_class:
+        reason = why_not_fused_attention(module, kind) or why_not_repeatable_attention(module)
+    return reason
+
+
+GRAPHED = Graphed("proj_in", _compute, _is_large, _why_not_repeatable)
