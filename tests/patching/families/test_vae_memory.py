@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import turbo_rcm_patch as trp
 from tests.tiny_vae import tiny_latents, tiny_vae
 from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
+from turbo_rcm_patch.kernels.conv.conv_skip import result_shape
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae import chunks, forward, steps
 from turbo_rcm_patch.patching.families.vae.chunks import (
@@ -104,11 +105,19 @@ def real(size):
 NORM = Op("rms_norm_silu", (Kernel("one kernel", lambda _: None, lambda x, weight, silu: x.new_empty(x.shape)),))
 
 
+def convolved(x, weight, bias, residual, front, upsample, interleave):
+    return x.new_empty(result_shape(x, weight, front, upsample, interleave))
+
+
+CONVOLUTION = Op("conv_skip", (Kernel("one kernel", lambda _: None, convolved),))
+
+
 def peak(vae, z):
-    """Return the peak bytes of a decode with fused attention, as PyTorch's on a GPU, and with our kernel for norms."""
+    """Return the peak bytes of a decode as on a GPU: PyTorch's fused attention, and our convolutions and norms."""
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
     norm = mock.patch.object(steps, "RMS_NORM_SILU", NORM)
-    with torch.no_grad(), fused, norm, Peak(vae) as counted, each_shape_of_tiles_once(counted):
+    convolution = mock.patch.object(steps.kernels, "CONV_SKIP", CONVOLUTION)
+    with torch.no_grad(), fused, norm, convolution, Peak(vae) as counted, each_shape_of_tiles_once(counted):
         vae.decode(z)
     return counted.bytes
 

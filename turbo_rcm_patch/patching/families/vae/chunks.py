@@ -40,7 +40,6 @@ class Stage(NamedTuple):
     made: those of the frames that an input frame becomes.
     growth: the number of these frames.
     doublings: how often the number of frames was doubled before.
-    front: the frames before a chunk, of the convolution with the most.
     kept: the frames before a chunk, of all convolutions. They stay from one chunk to the next.
     """
 
@@ -49,7 +48,6 @@ class Stage(NamedTuple):
     made: int
     growth: int
     doublings: int
-    front: int
     kept: int
 
 
@@ -94,13 +92,13 @@ def frames_at_once(
 def peak_elements(stages: Sequence[Stage], frames: Sequence[int], count: int) -> int:
     """Return the elements that are alive at once while `count` latent frames are decoded, for each latent pixel.
 
-    A stage runs while the earlier ones hold their results, of which its own input is a part. A convolution makes the
-    frames before its next chunk while it still has those before this one. frames: as of `frames_at_once`.
+    A stage runs while the earlier ones hold their results, of which its own input is a part. frames: as of
+    `frames_at_once`.
     """
     most = held = 0
     for stage, at_once in zip(stages, frames, strict=True):
         taken = min(at_once, count)
-        most = max(most, held + taken * (stage.alive - stage.given) + stage.front)
+        most = max(most, held + taken * (stage.alive - stage.given))
         held += taken * stage.made
         count = taken * stage.growth
     return most + sum(stage.kept for stage in stages)
@@ -201,17 +199,17 @@ def stages_of(decoder: WanDecoder3d) -> list[Stage]:
     middle = decoder.mid_block
     # Six tensors are alive in the attention block: its input, q, k, v, the attention's output and the projection's.
     kept = _kept(decoder.conv_in) + _kept(middle)
-    stages = [Stage(6 * channels, channels, channels, 1, 0, max(_fronts(middle)), kept)]
+    stages = [Stage(6 * channels, channels, channels, 1, 0, kept)]
     for block in decoder.up_blocks:
         resample = next((module for module in block.modules() if type(module) is WanResample), None)
-        given, kept, front = pixels * block.resnets[0].in_dim, pixels * _kept(block), pixels * max(_fronts(block))
+        given, kept = pixels * block.resnets[0].in_dim, pixels * _kept(block)
         alive = pixels * _alive_in_resnets(block)
         if resample is None:
-            stages.append(Stage(alive, given, 0, 1, doublings, front, kept + pixels * _kept(decoder.conv_out)))
+            stages.append(Stage(alive, given, 0, 1, doublings, kept + pixels * _kept(decoder.conv_out)))
             continue
         alive, growth = max(alive, pixels * _alive_in_resample(block, resample)), 1 + (resample.mode == "upsample3d")
         made = 4 * pixels * growth * resample.resample[1].out_channels
-        stages.append(Stage(alive, given, made, growth, doublings, front, kept))
+        stages.append(Stage(alive, given, made, growth, doublings, kept))
         doublings, pixels = doublings + growth - 1, 4 * pixels
     return stages
 
@@ -240,13 +238,9 @@ def _alive_in_resample(block: nn.Module, resample: WanResample) -> int:
 
 
 def _kept(module: nn.Module) -> int:
-    return sum(_fronts(module))
-
-
-def _fronts(module: nn.Module) -> list[int]:
-    """Return the channels of the frames that each causal convolution keeps."""
+    """Return the channels of the frames that the causal convolutions of a module keep."""
     convolutions = (conv for conv in module.modules() if type(conv) is WanCausalConv3d)
-    return [(conv.kernel_size[0] - 1) * conv.in_channels for conv in convolutions]
+    return sum((conv.kernel_size[0] - 1) * conv.in_channels for conv in convolutions)
 
 
 def free_memory(device: torch.device) -> int:

@@ -47,7 +47,7 @@ class _Run:
 
     def __init__(self, plan: DecoderPlan):
         self._plan = plan
-        self._read: dict[nn.Module, torch.Tensor] = {}  # by convolution the last kt - 1 frames of its input so far
+        self._fronts: dict[nn.Module, torch.Tensor] = {}  # by convolution the last kt - 1 frames of its input so far
         self._begun: set[nn.Module] = set()  # modules that had latent frame 0, which gives fewer frames
 
     def decoder(self, decoder: WanDecoder3d, x: torch.Tensor, frames: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -148,14 +148,14 @@ class _Run:
 
         For PyTorch's convolution these are prepended to x instead. Callers drop x before they convolve, to free memory.
         """
-        frames = kernel_size(conv)[0] - 1
-        front = self._read.pop(conv, None)
-        if front is None:
-            front = x.new_zeros(x.shape[0], frames, *x.shape[2:])
-        if not takes_front(self._plan.convolution(conv, x.shape)):
-            x, front = torch.cat((front, x), 1), None
-        self._read[conv] = _last_frames(x, front, frames)
-        return x, front
+        if conv not in self._fronts:
+            self._fronts[conv] = x.new_zeros(x.shape[0], kernel_size(conv)[0] - 1, *x.shape[2:])
+        front = self._fronts[conv]
+        if takes_front(self._plan.convolution(conv, x.shape)):
+            return x, front
+        x = torch.cat((front, x), 1)
+        _keep_last_frames(front, x)
+        return x, None
 
     def convolve(
         self,
@@ -166,7 +166,10 @@ class _Run:
     ) -> torch.Tensor:
         B, T, *image = x.shape
         new = T if front is not None else T - kernel_size(conv)[0] + 1
-        return self._plan.convolution(conv, (B, new, *image)).run(x, residual, front)
+        y = self._plan.convolution(conv, (B, new, *image)).run(x, residual, front)
+        if front is not None:
+            _keep_last_frames(front, x)
+        return y
 
     def _is_first(self, module: nn.Module) -> bool:
         """True if the module's present input begins with latent frame 0."""
@@ -175,7 +178,13 @@ class _Run:
         return is_first
 
 
-def _last_frames(x: torch.Tensor, front: torch.Tensor | None, frames: int) -> torch.Tensor:
-    """Return a copy of the last frames of front and x together, so that x can be freed. frames: their number."""
-    earlier = x.shape[1] - frames
-    return x[:, earlier:].clone() if earlier >= 0 else torch.cat((front[:, earlier:], x), 1)
+def _keep_last_frames(front: torch.Tensor, x: torch.Tensor) -> None:
+    """Replace the frames of a front by the last ones of front and x together, in place.
+
+    Fronts are most of what a decode of large frames holds. In place they never exist twice, and leave no gaps between
+    what PyTorch's allocator reuses.
+    """
+    left = front.shape[1] - x.shape[1]
+    if left > 0:
+        front[:, :left] = front[:, -left:].clone()  # they may overlap
+    front[:, max(0, left) :] = x[:, -front.shape[1] :]
