@@ -59,6 +59,7 @@ def _ltx2() -> dict[str, tuple[str, ...]]:
     for size, options in {"": (), "-1024p": AT_1024P}.items():
         for name, (preset, inputs) in tiers.items():
             steps[f"ltx2-19b-8-layers{size}{name}"] = (*LTX2, "--layers", "8", *options, *inputs, *preset)
+    steps["ltx2-19b-sound"] = ("scripts/benchmarks/sound.py", "--layers", "8")
     steps["ltx2-19b-1024p-sparse"] = (*LTX2, *AT_1024P, *ALIKE, *SPARSE)
     return steps
 

@@ -31,6 +31,7 @@ from scripts.tools.pages.ops import (
     tests_table,
     traffic_table,
 )
+from scripts.tools.pages.sound import sound_table
 from scripts.tools.pages.steps import short_steps, steps_table, whole_videos_table
 from scripts.tools.pages.tiny_model import (
     BLOCK_SPARSE,
@@ -151,6 +152,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(first_step(runs["first-step"]))
     if "host-time" in runs:
         parts.append(host_time(runs["host-time"]))
+    parts += [sound_table(run) for run in runs.values() if "sound" in run]
     parts += [memory_cap(run) for run in runs.values() if "cap_bytes" in run]
     parts += [cards_table(run) for run in cards_of(runs)]
     parts += [host_memory(run) for run in runs.values() if "host_memory" in run]

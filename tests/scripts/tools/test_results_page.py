@@ -56,6 +56,11 @@ ATTENTION_ERRORS = {
 
 
 HOST_MEMORY = {"peak": 15 * 10**9, "pinned": 14 * 10**9, "weights": 10 * 10**9, "seconds": 30}
+SOUND = {
+    "settings": {"config": "ltx2-19b", "layers": 8, "height": 512, "width": 768, "num_frames": 121},
+    "environment": ENVIRONMENT,
+    "sound": [{"preset": "exact", "cuda_graph": "on", "step": 40.0, "video_alone": 38.0}],
+}
 TEXT_ENCODER = {
     "settings": {"padded": 512},
     "environment": ENVIRONMENT,
@@ -77,6 +82,8 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
         return cards_run()
     if "host_memory" in command[0]:
         return {"settings": {"config": name, "experts": 1, "vram": "8GB"}, "host_memory": HOST_MEMORY}
+    if "sound" in command[0]:
+        return copy.deepcopy(SOUND)
     if "text_encoder" in command[0]:
         return copy.deepcopy(TEXT_ENCODER)
     if "measure_attention_error" in command[0]:

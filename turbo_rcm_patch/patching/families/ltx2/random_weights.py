@@ -30,7 +30,7 @@ def undo_outliers(block: nn.Module, channels: torch.Tensor, size: float) -> None
 def sharpen_attention(block: nn.Module, gain: float) -> None:
     """Multiply the scores of all attentions by half as much as Wan's.
 
-    LTX-2's latents have 128 channels, so its tokens are less alike than Wan's. At Wan's gain each would see one key.
+    LTX-2 has fewer tokens than Wan, and they are less alike: at the same gain they would attend to fewer keys.
     """
     of_wan.sharpen_attention(block, gain / 2)
 
