@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import imageio.v3 as iio
+import imageio_ffmpeg
 import pytest
 import torch
 from diffusers import WanPipeline
@@ -15,7 +16,10 @@ from diffusers import WanPipeline
 from scripts.benchmarks import end_to_end
 from scripts.benchmarks.traffic import AttentionCase
 from tests import lora_files
+from tests.cli.test_ltx2 import sound_in
+from tests.official_ltx2 import ltx2_state_dict
 from tests.official_names import official_state_dict, with_proj_l
+from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.bench.cases import build_pipeline
@@ -107,6 +111,20 @@ def test_turbowan_from_an_image(run_example, tmp_path, capsys):
         assert "two files of weights, high and low, and --image" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("attention", ["sagesla", "sla", "dense"])
+def test_turbot2av(run_example, tmp_path, capsys, attention):
+    pipe = tiny_ltx2_pipeline_for_prompts()
+    pipe.save_pretrained(tmp_path / "model")
+    torch.save({"generator": ltx2_state_dict(pipe.transformer, prefix="model.")}, tmp_path / "model.pth")
+    options = ["--model", str(tmp_path / "model"), "--size", "64", "96", "5", "--output", "out.mp4"]
+    run_example("examples/turbot2av.py", str(tmp_path / "model.pth"), *options, "--attention", attention)
+    assert iio.imread(tmp_path / "out.mp4").shape == (5, 64, 96, 3)
+    assert imageio_ffmpeg.count_frames_and_secs(tmp_path / "out.mp4")[0] == 5
+    assert sound_in(tmp_path / "out.mp4", tmp_path)[0].shape[1] == 2
+    printed = capsys.readouterr().out
+    assert ("SLA 1/2 blocks, no linear part" in printed) == (attention != "dense")  # of 72 tokens
+
+
 @pytest.mark.parametrize("given", ["folder", "files"])
 def test_lightning(run_example, tmp_path, capsys, given):
     pipe = tiny_wan_pipeline("wan22")
@@ -125,7 +143,9 @@ def test_lightning(run_example, tmp_path, capsys, given):
     assert "+ LoRA" in printed
 
 
-@pytest.mark.parametrize("example", [["generate", "--model", "nobody/nothing"], ["turbowan", "weights.pth"]])
+@pytest.mark.parametrize(
+    "example", [["generate", "--model", "nobody/nothing"], ["turbowan", "weights.pth"], ["turbot2av", "model.pth"]]
+)
 def test_examples_end_in_a_line_without_network(run_example, monkeypatch, example):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit, match=r"^cannot load .+: the hub cannot be reached, and this machine has no copy"):
@@ -184,7 +204,7 @@ def test_benchmark_with_another_mass(tmp_path):
     assert json.loads(json_path.read_text())["settings"]["mass"] == 0.5
 
 
-@pytest.mark.parametrize("name", ["lightning", "turbowan"])
+@pytest.mark.parametrize("name", ["lightning", "turbowan", "turbot2av"])
 def test_examples_load_the_vae_in_the_dtype_of_the_kernels(name):
     assert "float32" not in (ROOT / f"examples/{name}.py").read_text()
 

@@ -14,7 +14,7 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from PIL import Image
 
 from tests.tiny_families import tiny_family_transformer
-from tests.tiny_wan import TEXT_DIM, built_once, seeded
+from tests.tiny_wan import TEXT_DIM, built_once, seeded, tiny_wan_pipeline
 
 LTX2_PIPELINES = {"text": LTX2Pipeline, "image": LTX2ImageToVideoPipeline, "condition": LTX2ConditionPipeline}
 HEIGHT, WIDTH, FRAMES = 64, 96, 5  # 72 tokens
@@ -35,6 +35,14 @@ def tiny_ltx2_pipeline(kind="text", dtype=torch.float32):
         vocoder=_vocoder().to(dtype),
     )
     pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def tiny_ltx2_pipeline_for_prompts(kind="text"):
+    """The same with an encoder for prompts. UMT5 stands for Gemma: both give all layers' hidden states."""
+    pipe = tiny_ltx2_pipeline(kind)
+    encoded = tiny_wan_pipeline()
+    pipe.register_modules(text_encoder=encoded.text_encoder, tokenizer=encoded.tokenizer)
     return pipe
 
 

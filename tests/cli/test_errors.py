@@ -327,8 +327,10 @@ def test_an_ffmpeg_that_does_not_run_is_found_before_generating(tmp_path, capsys
 def test_a_malformed_patch_size_is_named(tmp_path, capsys):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    (tmp_path / "transformer/config.json").write_text('{"patch_size": 2}')
-    assert "patch_size 2" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "circle.mp4", "--model", tmp_path)
+    (tmp_path / "transformer/config.json").write_text('{"patch_size": [2, 2]}')
+    assert "patch_size [2, 2]" in error_of(
+        capsys, "generate", CAPTION, "-o", tmp_path / "circle.mp4", "--model", tmp_path
+    )
 
 
 def test_an_image_for_a_text_to_video_model_is_refused(capsys, monkeypatch, saved_models):

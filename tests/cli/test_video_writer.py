@@ -121,9 +121,7 @@ def test_generate_writes_the_same_video_while_it_is_decoded_and_after(tmp_path, 
     written = {"while": [], "after": []}
     for when, module in (("while", video_writer), ("after", commands)):
         target = written[when]
-        monkeypatch.setattr(
-            module, "write_video", lambda _path, pieces, _fps, to=target: to.extend(map(np.copy, pieces))
-        )
+        monkeypatch.setattr(module, "write_video", lambda _path, pieces, *_, to=target: to.extend(map(np.copy, pieces)))
     options = [] if patched else ["--no-patch"]
     assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *TINY, "--seed", "7", *options]) == 0
     assert bool(written["while"]) == patched

@@ -49,14 +49,16 @@ class StageTimings:
 
 @dataclass(frozen=True)
 class TimedGeneration:
-    """A pipeline call's frames, last latents and timings.
+    """A pipeline call's frames, last latents, timings and sound.
 
     frames: in [0, 1]: an array [B, F, H, W, 3], or a tensor [B, F, 3, H, W] for output_type="pt", or None for "latent".
+    sound: [B, channels, samples] in [-1, 1], or None for "latent" and for a pipeline without sound.
     """
 
     frames: np.ndarray | torch.Tensor | None
     latents: torch.Tensor
     timings: StageTimings
+    sound: torch.Tensor | None = None
 
 
 def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
@@ -85,7 +87,7 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
             stack.enter_context(_marked(pipe.video_processor, "postprocess_video", output_marks, clock.mark))
         clock.reset()
         start = clock.mark()
-        output = pipe(**call, callback_on_step_end=on_step_end, return_dict=False)[0]
+        frames, *more = pipe(**call, callback_on_step_end=on_step_end, return_dict=False)
         end = clock.mark()
     clock.synchronize()
 
@@ -100,8 +102,9 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
         total=clock.seconds(start, end),
         peak_memory=clock.peak_memory(),
     )
-    frames = None if call.get("output_type") == "latent" else output
-    return TimedGeneration(frames, last_latents, timings)
+    if call.get("output_type") == "latent":
+        return TimedGeneration(None, last_latents, timings)
+    return TimedGeneration(frames, last_latents, timings, *more)
 
 
 @contextlib.contextmanager

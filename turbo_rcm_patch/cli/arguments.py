@@ -48,7 +48,8 @@ def _add_generate(commands) -> None:
     parser = _add_command(commands, "generate", "generate a video")
     parser.add_argument("prompt", help=_PROMPT)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.mp4", help="the video to write")
-    parser.add_argument("--fps", type=int, default=16, help="frames per second of the video (default 16)")
+    rate = "frames per second of the video (default 16; LTX-2, whose sound depends on it: 24)"
+    parser.add_argument("--fps", type=int, help=rate)
     parser.add_argument("--no-patch", action="store_true", help="run diffusers' own blocks")
     parser.set_defaults(patched=None)
     add_distilled_options(parser)

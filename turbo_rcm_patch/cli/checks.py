@@ -46,7 +46,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.command not in ("info", "convert", "demo", "tune"):
         check_generation(arguments)
     if arguments.command == "generate":
-        check_at_least_one("--fps", arguments.fps)
+        if arguments.fps is not None:
+            check_at_least_one("--fps", arguments.fps)
         check_output("-o", arguments.output, (".mp4",))
         check_ffmpeg()
     if arguments.command == "compare":
@@ -114,6 +115,9 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
     accepted = [name for name, start in starts.items() if start in ("text", "image")]
     if class_name not in accepted:
         raise CommandError(f"--model {model} is {with_article(class_name)}; supported are {' and '.join(accepted)}.")
+    has_sound = any(one.has_sound for one in PIPELINES if one.pipeline_class.__name__ == class_name)
+    if has_sound and arguments.command in ("evaluate", "demo"):
+        raise CommandError(f"--model {model} is {with_article(class_name)}; {arguments.command} takes Wan models.")
     from_image = starts[class_name] == "image"
     if from_image and arguments.command in ("evaluate", "demo"):
         command = arguments.command

@@ -48,7 +48,7 @@ from ..patching.weights.store import convert_model
 from ..wording import counted
 from .checks import LORAS, SPARSITY, keep_of
 from .errors import CommandError, user_errors
-from .files import replacing, write_json, write_video
+from .files import Sound, replacing, write_json, write_video
 from .info import info
 from .pipelines import (
     build_case,
@@ -93,7 +93,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         video = generation.frames[0]  # still on the GPU; ffmpeg gets it piece by piece
         begin = time.perf_counter()
         if not writer.finish(len(video)):
-            write_video(arguments.output, (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits)), arguments.fps)
+            pieces = (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits))
+            write_video(arguments.output, pieces, arguments.fps, _sound_of(pipe, generation.sound))
         writing = time.perf_counter() - begin
     frames, _, height, width = video.shape
     if patched is not None:
@@ -101,6 +102,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     print(timings_table(generation.timings, writing))
     print(f"\nwrote {arguments.output}: {counted(frames, 'frame')} of {width}x{height}, {arguments.fps} per second")
     return 0
+
+
+def _sound_of(pipe: DiffusionPipeline, sound: torch.Tensor | None) -> Sound | None:
+    """Return the first sample's sound, or None for a pipeline that makes none."""
+    return None if sound is None else Sound(sound[0].float().cpu().numpy(), pipe.vocoder.config.output_sampling_rate)
 
 
 def _config_of(arguments: argparse.Namespace) -> PatchConfig:

@@ -10,9 +10,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+import wave
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..wording import counted
 from .errors import CommandError
@@ -111,21 +112,47 @@ def write_json(path: Path, content: dict) -> None:
         temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int) -> None:
-    """Write frames, uint8 in pieces of [n, H, W, 3], as an mp4. ffmpeg encodes a piece while the next one is made."""
+class Sound(NamedTuple):
+    """The sound of a video. samples: [channels, n] in [-1, 1]. rate: samples per second."""
+
+    samples: np.ndarray
+    rate: int
+
+
+def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int, sound: Sound | None = None) -> None:
+    """Write frames, uint8 in pieces of [n, H, W, 3], as an mp4, with their sound if there is one.
+
+    ffmpeg encodes a piece while the next one is made.
+    """
     import imageio.v2 as imageio
 
     # imageio would run Python in the forked ffmpeg before it starts, which can crash in a process with threads.
     os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
     frames = 0
     quality = 5  # as diffusers' export_to_video has it
-    with replacing(path) as temporary:
-        with imageio.get_writer(temporary, fps=fps, quality=quality) as writer:
+    with replacing(path) as temporary, _wav_of(sound) as audio:
+        with imageio.get_writer(temporary, fps=fps, quality=quality, **audio) as writer:
             for piece in pieces:
                 for frame in piece:
                     writer.append_data(frame)
                 frames += len(piece)
         _check_frames(temporary, frames)
+
+
+@contextlib.contextmanager
+def _wav_of(sound: Sound | None) -> Iterator[dict[str, str]]:
+    """Write a sound to a temporary file. Return imageio's options that put it into an mp4."""
+    if sound is None:
+        yield {}
+        return
+    with tempfile.NamedTemporaryFile(suffix=".wav") as file:
+        with wave.open(file, "wb") as wav:
+            wav.setnchannels(len(sound.samples))
+            wav.setsampwidth(2)
+            wav.setframerate(sound.rate)
+            wav.writeframes((sound.samples.clip(-1, 1) * 32767).round().astype("<i2").T.tobytes())
+        file.flush()
+        yield {"audio_path": file.name, "audio_codec": "aac"}
 
 
 def _check_frames(path: Path, frames: int) -> None:

@@ -22,7 +22,7 @@ from ..bench.cases import (
 )
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching import PatchError, patch_text_encoder
-from ..patching.families import CASES
+from ..patching.families import CASES, pipeline_of
 from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
 from ..recipes import RCM_STEPS
@@ -36,6 +36,8 @@ from .sizes import SizeRules, size_rules
 from .transformers import converted_folder, files_in_8_bits, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
+FPS = 16
+LTX2_FRAMES = 121  # of a call without a number of them
 NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
 
 
@@ -87,7 +89,18 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
     call = {"prompt": prompt, **call, "num_inference_steps": arguments.steps}
     if arguments.image is not None:
         call["image"] = _load_image(arguments.image)
+    if arguments.command == "generate":
+        call |= _frame_rate(pipe, arguments)
     return pipe, call
+
+
+def _frame_rate(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str, float]:
+    """Set ``arguments.fps`` if it is not given. Return the frame rate as a call of a pipeline with sound takes it."""
+    if not pipeline_of(pipe).has_sound:
+        arguments.fps = FPS if arguments.fps is None else arguments.fps
+        return {}
+    arguments.fps = int(default_of(pipe, "frame_rate")) if arguments.fps is None else arguments.fps
+    return {"frame_rate": float(arguments.fps)}
 
 
 def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
@@ -240,7 +253,8 @@ def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:
 
 def _default_size(pipe: DiffusionPipeline) -> tuple[int, int, int]:
     """Return the height, width and frames that a call of the pipeline has by default."""
-    return tuple(default_of(pipe, name) for name in ("height", "width", "num_frames"))
+    height, width, frames = (default_of(pipe, name) for name in ("height", "width", "num_frames"))
+    return height, width, frames or LTX2_FRAMES
 
 
 def _load_image(path: Path):

@@ -231,8 +231,7 @@ def attention(attn: nn.Module, stream: Stream, call: Call) -> Step:
     pick = call.pick(kernels.SPARSE_LINEAR_ATTENTION, kernels.SparseSpec, **sizes)
     run = partial(attend, attn, partial(_picked, pick.launch, block_q, block_k, v_format))
     label = formats_label(pick, v_format) if quantized else pick.label
-    linear = "" if has_projection(attn) else ", no linear part"
-    return Step(run, f"{label}, {_share(attn.processor, stream, block_k)}{linear}", pick.reason)
+    return Step(run, f"{label}, {_share(attn, stream, block_k)}", pick.reason)
 
 
 def _picked(launch, block_q, block_k, v_format, q, k, v, weight, bias, *, topk=None, block_map=None):
@@ -240,13 +239,17 @@ def _picked(launch, block_q, block_k, v_format, q, k, v, weight, bias, *, topk=N
     return launch(q, k, v, weight, bias, block_map, topk, block_q, block_k, v_format)
 
 
-def _share(processor: SparseAttnProcessor, stream: Stream, block_k: int) -> str:
-    tokens = stream.tokens_per_sample
+def _share(attn: nn.Module, stream: Stream, block_k: int) -> str:
+    tokens, processor = stream.tokens_per_sample, attn.processor
     if processor._parallel_config is not None:
         tokens *= processor._parallel_config.context_parallel_config.ulysses_degree
     kept = kernels.kept_blocks(tokens, block_k, processor.topk)
     total = -(-tokens // block_k)
-    return f"SLA {kept.count}/{total} blocks" + (", where the published rule keeps none" if kept.raised else "")
+    # TurboT2AV, which has no linear part, keeps one block too.
+    note = (
+        "no linear part" if not has_projection(attn) else "where the published rule keeps none" if kept.raised else ""
+    )
+    return f"SLA {kept.count}/{total} blocks" + (f", {note}" if note else "")
 
 
 def block_sizes(processor: SparseAttnProcessor, device: torch.device) -> BlockSizes:
