@@ -10,6 +10,7 @@ from diffusers import WanPipeline
 
 import turbo_rcm_patch as trp
 from tests import lora_files
+from tests.tiny_ltx2 import tiny_ltx2_pipeline
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.components import components_of
 from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset
@@ -94,7 +95,7 @@ def test_every_line_of_the_table_of_checkpoints_runs(row):
     lines = re.findall(r"`(trp\.use_[^`]*)`", row)
     counts = [re.findall(r"\d+", part)[-1] for part in steps.split(",")]
     for line, count in zip(lines, counts * len(lines) if len(counts) == 1 else counts, strict=False):
-        pipe = tiny_wan_pipeline("wan22" if "high" in line else "t2v")
+        pipe = tiny_ltx2_pipeline() if "turbot2av" in line else tiny_wan_pipeline("wan22" if "high" in line else "t2v")
         with eval(line, {"trp": trp, "pipe": pipe}) as handle:
             pipe.scheduler.set_timesteps(int(count))
             assert pipe.scheduler is handle.scheduler
@@ -103,8 +104,8 @@ def test_every_line_of_the_table_of_checkpoints_runs(row):
 
 
 def test_the_table_names_every_kind_of_checkpoint():
-    assert len(ROWS) == 5
-    for name in ("rCM", "TurboWan", "FastWan", "lightx2v", "Lightning", "CausVid"):
+    assert len(ROWS) == 6
+    for name in ("rCM", "TurboWan", "FastWan", "lightx2v", "Lightning", "CausVid", "TurboT2AV"):
         assert any(name in row for row in ROWS)
 
 

@@ -54,7 +54,9 @@ def test_a_video_has_its_sound(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tones.mp4"]
 
 
-@pytest.mark.parametrize("options", [[], ["--preset", "quantized", "--fps", "25"], ["--recipe", "turbot2av"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--preset", "quantized", "--fps", "25"], ["--recipe", "turbot2av"], ["--preset", "sparse"]]
+)
 def test_generate_writes_the_video_with_its_sound(model, tmp_path, capsys, options, monkeypatch):
     output, written = tmp_path / "video.mp4", []
     monkeypatch.setattr(commands, "write_video", lambda *given: written.append(given[3]) or write_video(*given))
@@ -75,8 +77,9 @@ def test_generate_writes_the_video_with_its_sound(model, tmp_path, capsys, optio
     video, sound = pipe("a fox barks", **call, output_type="np", return_dict=False)
     frames, (found, rate) = iio.imread(output) / 255, sound_in(output, tmp_path)
     assert frames.shape == video[0].shape
-    tolerance = 0.05 if "quantized" in options else 1e-5
+    tolerance = 0.05 if "--preset" in options else 1e-5
     assert written[0].samples == pytest.approx(sound[0].numpy(), abs=tolerance * sound.abs().max().item())
+    assert ("no linear part" in printed) == ("sparse" in options)
     blocks = [x.mean(3).reshape(5, 8, 8, 12, 8).mean((2, 4)).ravel() for x in (frames, video[0], video[0][::-1])]
     same, reversed_ = np.corrcoef(blocks)[0, 1:]  # the rest is noise, which the mp4 does not keep
     assert same > 0.7
