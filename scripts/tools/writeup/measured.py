@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 from scripts.tools.pages.charts import milliseconds, model_of, names_of, real_models
 from scripts.tools.pages.ops import sparse_attention_sentence
@@ -10,7 +11,7 @@ from scripts.tools.pages.tiny_model import evaluation_of, tier_of, tiers_table
 from turbo_rcm_patch.bench.parts import SUB_LAYERS
 from turbo_rcm_patch.bench.report import format_seconds
 from turbo_rcm_patch.bench.variants import EXACT_PATCH
-from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.config import PRESETS, SLA_TOPK
 from turbo_rcm_patch.tables import table
 from turbo_rcm_patch.tiers import EXACT, TIERS
 
@@ -36,7 +37,7 @@ def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
         "shares_table": shares_table(blocks_by_tier(runs)),
         "rows_table": _rows_of(runs, "wan2.1-1.3b"),
         "saved": saved_outside_attention(runs, "wan2.1-1.3b"),
-        "sparse": PRESETS["sparse"],
+        "sparse": replace(PRESETS["sparse"], topk=SLA_TOPK),
         "sparse_sentence": sparse_attention_sentence(runs),
         "timed_tiers": {run["settings"].get("preset", "exact") for run in real_models(runs).values()},
         "untimed": _untimed(runs),
