@@ -40,6 +40,13 @@ HEIGHT, WIDTH, FRAMES = 32, 48, 5  # latents [16, 2, 4, 6]: 12 tokens
 TEXT_DIM, IMAGE_DIM, Z_DIM = 32, 4, 16
 I2V_TEXT_TOKENS = 512  # WanAttention with added K/V takes the last 512 context tokens as the text
 
+# Pipelines pad a prompt to so many tokens, in which tiny models spend most of their time. On the CPU they pad it to 32
+# where a call does not say how far.
+PIPELINE_TEXT_TOKENS = WanPipeline.__call__.__wrapped__.__defaults__[-1]
+if not torch.cuda.is_available():
+    for call in (WanPipeline.__call__.__wrapped__, WanVideoToVideoPipeline.__call__.__wrapped__):
+        call.__defaults__ = (*call.__defaults__[:-1], 32)
+
 
 def built_once(build):
     """Build a model once for the same arguments, and return copies of it, which take a third of the time."""

@@ -129,14 +129,14 @@ assert not portable.spills_matter
 
 assert not any(launch.kernel.is_gluon() for launch in record_launches(launch_attention, (8, 0)))
 launches = (launch for launch in record_launches(launch_attention, (9, 0)) if launch.kernel.is_gluon())
-inspection = inspect(next(launch for launch in launches if launch.arguments[0].block_shape[-1] == 128), (9, 0))
+inspection = inspect(next(launch for launch in launches if launch.arguments[0].block_shape[-1] == 64), (9, 0))
 assert inspection.has_low_precision_dot and not inspection.spills_matter and inspection.warnings == ()
 assert 0 < inspection.registers <= 255
-assert 0.75 * shared_memory_limit((9, 0)) < inspection.shared <= shared_memory_limit((9, 0))
+assert 0.45 * shared_memory_limit((9, 0)) < inspection.shared <= shared_memory_limit((9, 0))
 version = tuple(map(int, re.search(r"\\.version (\\d+)\\.(\\d+)", inspection.asm["ptx"]).groups()))
 assert version < (9, 0)  # of the ptxas of CUDA 12
-# Three consumers, each with QK and PV in its loop: 8 wgmmas of depth 16 each.
-assert inspection.count("HGMMA") == 3 * 2 * 8
+# Three consumers, each with QK and PV in its loop: 4 and 8 wgmmas of depth 16, for 64 channels and 128 keys.
+assert inspection.count("HGMMA") == 3 * (4 + 8)
 assert all(inspection.count(opcode) > 0 for opcode in ("UTMALDG", "UTMASTG", "USETMAXREG", "BAR.ARV"))
 
 import multiprocessing
