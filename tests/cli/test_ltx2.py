@@ -11,7 +11,10 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
+from tests.official_ltx2 import ltx2_state_dict
+from tests.official_names import official_state_dict
 from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
+from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.files import Sound, write_video
 
@@ -88,6 +91,24 @@ def test_generate_writes_the_video_with_its_sound(model, tmp_path, capsys, optio
     assert rate == pipe.vocoder.config.output_sampling_rate
     assert found.shape[1] == sound.shape[1]
     assert len(found) >= sound.shape[2]
+
+
+@pytest.mark.parametrize("preset", ["sparse", "exact"])
+def test_turbot2avs_file_takes_the_transformers_place(model, tmp_path, capsys, preset):
+    student, output = tiny_ltx2_pipeline_for_prompts(), tmp_path / "video.mp4"
+    with torch.no_grad():
+        student.transformer.proj_out.weight.mul_(2)
+    path = tmp_path / "model.pth"
+    torch.save({"generator": ltx2_state_dict(student.transformer, prefix="model.")}, path)
+    options = ["--model", str(model), "--transformer", str(path), "--preset", preset, "--recipe", "turbot2av"]
+    assert main(["generate", "a fox barks", *options, "-o", str(output), *OPTIONS]) == 0
+    printed = capsys.readouterr().out
+    assert ("no linear part" in printed) == (preset == "sparse")
+    assert len(iio.imread(output)) == 5
+    torch.save({"generator": official_state_dict(tiny_wan_transformer())}, path)
+    generate = ["generate", "a fox", *options, "-o", output, *OPTIONS]
+    assert "holds weights of Wan, but the LTX2Video" in error_of(capsys, *generate)
+    assert "run patched alone; it goes with generate, without --no-patch" in error_of(capsys, *generate, "--no-patch")
 
 
 def test_other_commands(model, capsys, tmp_path):

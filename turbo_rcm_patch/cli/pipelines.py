@@ -33,7 +33,7 @@ from .checks import check_pipeline_class, keep_of, sparsity_of
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
 from .sizes import SizeRules, size_rules
-from .transformers import converted_folder, files_in_8_bits, given_transformers
+from .transformers import converted_folder, files_of_ours, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 FPS = 16
@@ -231,15 +231,15 @@ def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionP
         class_name = components.get("_class_name")
         check_pipeline_class(class_name, arguments)
         converted = converted_folder(arguments)
-        in_8_bits = files_in_8_bits(arguments, components)
-        models = given_transformers(arguments, components, dtype, in_8_bits)
+        of_ours = files_of_ours(arguments, components)
+        models = given_transformers(arguments, components, dtype, of_ours)
         # DiffusionPipeline itself would ignore the transformers, which are optional components.
         pipeline_class = getattr(diffusers, class_name) if models else DiffusionPipeline
         pipe = pipeline_class.from_pretrained(source, **models, dtype=dtype)
         if converted is not None:
             arguments.patched = load_converted(converted, pipe, choose_config(arguments))
-        elif in_8_bits:
-            arguments.patched = load_turbodiffusion(in_8_bits, pipe, choose_config(arguments))
+        elif of_ours:
+            arguments.patched = load_turbodiffusion(of_ours, pipe, choose_config(arguments))
         return pipe
     except (CommandError, PatchError, MemoryError, torch.OutOfMemoryError):
         raise

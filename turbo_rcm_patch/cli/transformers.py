@@ -13,7 +13,7 @@ from diffusers import GGUFQuantizationConfig
 from torch import nn
 
 from ..checkpoints.files import COMPONENTS
-from ..checkpoints.lazy import open_tensors
+from ..checkpoints.lazy import PICKLED, open_tensors
 from ..checkpoints.scaled import has_scales
 from ..checkpoints.whole import refuse_companions
 from ..patching.families import family_named
@@ -27,12 +27,12 @@ def given_transformers(
     arguments: argparse.Namespace,
     components: Mapping[str, object],
     dtype: torch.dtype,
-    in_8_bits: Collection[Path] = (),
+    of_ours: Collection[Path] = (),
 ) -> dict[str, nn.Module]:
     """Return the transformers of --transformer and --transformer-2 by their names in the pipeline.
 
     components: the pipeline's library and class of each component. The transformers of a converted folder and of the
-    files ``in_8_bits`` are empty. `load_converted` and `load_turbodiffusion` fill them. Raises CommandError for an
+    files ``of_ours`` are empty. `load_converted` and `load_turbodiffusion` fill them. Raises CommandError for an
     unusable file.
     """
     models = {}
@@ -41,7 +41,7 @@ def given_transformers(
         if path is None:
             continue
         if path.is_file():
-            models[name] = _of_file(path, arguments.model, name, components, dtype, empty=path in in_8_bits)
+            models[name] = _of_file(path, arguments.model, name, components, dtype, empty=path in of_ours)
             continue
         try:
             folders = component_folders(path)
@@ -72,12 +72,21 @@ def converted_folder(arguments: argparse.Namespace) -> Path | None:
     return path
 
 
-def files_in_8_bits(arguments: argparse.Namespace, components: Mapping[str, object]) -> list[Path]:
-    """Return the files of --transformer and --transformer-2 if they hold weights in 8 bits with scales, or [].
+def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object]) -> list[Path]:
+    """Return the files of --transformer and --transformer-2 that `load_turbodiffusion` loads, or [].
+
+    They hold weights in 8 bits with scales, or LTX-2 pickled, as TurboT2AV is published. diffusers loads neither.
 
     Raises CommandError if the command cannot run such weights, or if the pipeline's other transformer has none.
     """
     given = [path for option in TRANSFORMERS if (path := getattr(arguments, option, None)) is not None]
+    if _is_ltx2(components) and (pickled := [path for path in given if path.is_file() and path.suffix in PICKLED]):
+        if arguments.command != "generate" or arguments.no_patch:
+            raise CommandError(
+                f"--transformer {pickled[0]} is pickled, and such files of LTX-2 run patched alone; it goes with "
+                "generate, without --no-patch."
+            )
+        return pickled
     found = [path for path in given if path.is_file() and _has_scales(path)]
     if not found:
         return []
@@ -90,6 +99,11 @@ def files_in_8_bits(arguments: argparse.Namespace, components: Mapping[str, obje
     if len(found) < sum((components.get(name) or [None])[0] is not None for name in COMPONENTS):
         raise CommandError(f"{holds}, but the pipeline has two transformers; give --transformer-2 such a file too.")
     return found
+
+
+def _is_ltx2(components: Mapping[str, object]) -> bool:
+    family = family_named((components.get(COMPONENTS[0]) or (None, None))[1])
+    return family is not None and any(pipeline.has_sound for pipeline in family.pipelines)
 
 
 def _has_scales(path: Path) -> bool:

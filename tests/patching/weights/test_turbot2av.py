@@ -12,6 +12,7 @@ from tests.oracle import relative_error
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
 from turbo_rcm_patch.patching.families.ltx2.names import LTX2_NAMES
+from turbo_rcm_patch.patching.weights.store import convert_model
 from turbo_rcm_patch.tiers import QUANTIZED
 
 PREFIXES = ["", "model.", "velocity_model.", "model.velocity_model.", "model._fsdp_wrapped_module."]
@@ -123,6 +124,20 @@ def test_a_pipeline(saved):
         expected.transformer.proj_in.weight.mul_(2)
     trp.load_turbodiffusion(saved(ltx2_state_dict(expected.transformer)), pipe, attention="sla", topk=1.0)
     assert same(pipe(**tiny_ltx2_call()), expected(**tiny_ltx2_call()), 1e-4)
+
+
+def test_weights_stored_in_8_bits(saved, tmp_path):
+    model, other = tiny_family_transformer("ltx2"), tiny_family_transformer("ltx2")
+    other.save_pretrained(tmp_path / "model")
+    for tier in ("sparse", "quantized"):
+        convert_model(tmp_path / "model", tmp_path / tier, trp.PRESETS[tier], dtype=torch.float32)
+        patch = trp.load_converted(tmp_path / tier, model, tier)
+        outputs(model)
+        assert ("no linear part" in patch.summary()) == (tier == "sparse")
+        expected = trp.patch(other, tier)
+        assert same(outputs(model), outputs(other))
+        expected.restore()
+        model = tiny_family_transformer("ltx2")
 
 
 REFUSED = {

@@ -186,7 +186,7 @@ def why_not_sparse(name: str, attentions: SelfAttentions) -> str | None:
     attentions = list(attentions)
     if reason := why_not_replaceable(name, attentions):
         return reason  # such a model has no use for weights with a proj_l
-    if any(has_projection(attn) or not form.needs_projection for _, attn, form in attentions):
+    if not needs_projections(attentions) or any(has_projection(attn) for _, attn, _ in attentions):
         return None
     return (
         f"{name} has no proj_l, a part of weights that were trained with sparse-linear attention (SLA); load them "
@@ -210,6 +210,11 @@ def why_not_replaceable(name: str, attentions: SelfAttentions) -> str | None:
 
 def _is_replaceable(attn: nn.Module, form: SparseForm | None) -> bool:
     return form is not None and type(attn.processor) is form.processor
+
+
+def needs_projections(attentions: SelfAttentions) -> bool:
+    """True if sparse-linear attention in these self-attentions needs proj_l."""
+    return any(form is None or form.needs_projection for _, _, form in attentions)
 
 
 def has_projection(attn: nn.Module) -> bool:

@@ -27,7 +27,14 @@ from ...wording import with_article
 from ..apply import Patch, PatchError, apply_patch, check_patchable, transformers_of
 from ..families import SUPPORTED, family_named, family_of
 from ..journal import Journal
-from ..steps.sparse_linear import PROJ_L, add_projections, by_attention, is_projection, use_processors
+from ..steps.sparse_linear import (
+    PROJ_L,
+    add_projections,
+    by_attention,
+    is_projection,
+    needs_projections,
+    use_processors,
+)
 from .convert import convertible_linears, put_in_8_bits
 from .tensor_files import read_header
 from .turbodiffusion import load_turbodiffusion
@@ -174,7 +181,7 @@ class _Stored:
             raise ValueError(f"{with_article(type(model).__name__)} is not supported: {SUPPORTED}.")
         self._kinds = {name: kind for name, kind in kinds.items() if not is_projection(name)}
         self._projections = [name for name in kinds if is_projection(name)]
-        if sparse != bool(self._projections):
+        if sparse != bool(self._projections) and needs_projections(family.self_attentions(model)):
             found, preset = ("has", "sparse") if self._projections else ("has no", "quantized")
             raise ValueError(f"{self._file} {found} {PROJ_L} of sparse-linear attention; give the preset {preset!r}.")
         raise_if(f"{folder} is of another model", _config_differences(read_config(folder), model))

@@ -23,7 +23,7 @@ from ...config import Exact, PatchConfig, Sparse
 from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
 from ..families import family_of, model_in, weights_in
-from ..steps.sparse_linear import PROJ_L, is_projection
+from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections
 from .convert import convertible_linears, format_of, from_file_note, has_format
 from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if
@@ -148,7 +148,9 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
 
 
 def _check_tier(model: _Model, config: PatchConfig) -> None:
-    if not isinstance(config, Exact) and bool(model.projections) != isinstance(config, Sparse):
+    if isinstance(config, Exact) or not needs_projections(family_of(model.model).self_attentions(model.model)):
+        return
+    if bool(model.projections) != isinstance(config, Sparse):
         trained, preset = ("with", "sparse") if model.projections else ("without", "quantized")
         raise ValueError(f"{model.title} was trained {trained} sparse-linear attention; give the preset {preset!r}.")
 

@@ -21,7 +21,7 @@ from ..families import family_of, weights_in
 from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
-from ..steps.sparse_linear import add_projections, why_not_replaceable
+from ..steps.sparse_linear import add_projections, needs_projections, why_not_replaceable
 from .convert import capability_of, convertible_linears, from_file_note, has_format, is_quantized, put_in_8_bits
 from .group_offload import ON_DISK, groups_of, is_on_disk, write_through
 from .linear_8bit import error_of, from_values
@@ -203,12 +203,13 @@ def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module],
                 f"cannot load: {file.source} was trained with sparse-linear attention (it has proj_l); give "
                 "attention='sagesla' or 'sla', or the preset 'sparse'."
             )
-        if isinstance(config, Sparse) and not has_linear_part and _needs_projections(model):
+        attentions = list(family_of(model).self_attentions(model))
+        if isinstance(config, Sparse) and not has_linear_part and needs_projections(attentions):
             raise PatchError(
                 f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
                 "attention='dense', or a preset such as 'quantized'."
             )
-        if file.proj_l and (reason := why_not_replaceable(name, family_of(model).self_attentions(model))):
+        if file.proj_l and (reason := why_not_replaceable(name, attentions)):
             raise PatchError(f"cannot load: {reason}")
 
 
@@ -277,14 +278,9 @@ class _Written:
 def _projections(file: WholeModel, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """Return a file's projections of SLA, without the zero ones if the family's weights need none."""
     loaded = {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
-    if _needs_projections(model):
+    if needs_projections(family_of(model).self_attentions(model)):
         return loaded
     return {path: parts for path, parts in loaded.items() if any(bool(tensor.any()) for tensor in parts.values())}
-
-
-def _needs_projections(model: nn.Module) -> bool:
-    """True if sparse-linear attention in such a model needs proj_l."""
-    return any(form is None or form.needs_projection for _, _, form in family_of(model).self_attentions(model))
 
 
 def _from_file_note(file: WholeModel, model: nn.Module) -> str | None:
