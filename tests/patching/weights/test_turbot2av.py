@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from diffusers import LTX2VideoTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_ltx2_transformer_to_diffusers
 
 import turbo_rcm_patch as trp
@@ -138,6 +139,41 @@ def test_weights_stored_in_8_bits(saved, tmp_path):
         assert same(outputs(model), outputs(other))
         expected.restore()
         model = tiny_family_transformer("ltx2")
+
+
+HEADS = {  # as the published models have, which a file does not tell
+    **{f"{stream}num_attention_heads": 32 for stream in ("", "audio_")},
+    **{"attention_head_dim": 4, "cross_attention_dim": 128, "audio_attention_head_dim": 2},
+    **{"audio_cross_attention_dim": 64, "rope_type": "split"},
+}
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized", "sparse"])
+def test_a_file_is_stored(saved, tmp_path, tier):
+    other = tiny_family_transformer("ltx2", **HEADS)
+    path = saved({"generator": ltx2_state_dict(other, prefix="model.")})
+    convert_model(path, tmp_path / "out", trp.PRESETS[tier], dtype=torch.float32)
+    if tier == "exact":
+        model = LTX2VideoTransformer3DModel.from_pretrained(tmp_path / "out")
+        assert dict(model.config).keys() >= dict(other.config).keys()
+        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+        return
+    model = tiny_family_transformer("ltx2", **HEADS, seed=4)
+    trp.load_converted(tmp_path / "out", model, tier)
+    trp.patch(other, tier)
+    assert same(outputs(model), outputs(other))
+
+
+def test_files_that_tell_no_config(saved, tmp_path):
+    later = ltx2_state_dict(tiny_family_transformer("ltx2.3"))
+    with pytest.raises(
+        ValueError, match=r"holds LTX-2\.3 or later \(it has .*\), whose config is not known from a file"
+    ):
+        convert_model(saved(later), tmp_path / "out", trp.Exact())
+    part = {name: tensor for name, tensor in ltx2_state_dict(student()).items() if "patchify" not in name}
+    with pytest.raises(ValueError, match=r"holds no LTX-2 transformer: it has no patchify_proj\.weight"):
+        convert_model(saved(part), tmp_path / "out", trp.Exact())
+    assert not (tmp_path / "out").exists()
 
 
 REFUSED = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 from torch import nn
@@ -40,19 +39,11 @@ def family_named(class_name: object) -> Family | None:
 def model_in(source: Path, tensors: Tensors) -> nn.Module:
     """Return the transformer, on the meta device, that a file with its authors' names holds.
 
-    Raises ValueError for a file of a family that publishes no such files, or of an unknown model.
+    Raises ValueError for a file of another model than those of the families that publish such files.
     """
-    made = [family for family in FAMILIES if family.from_files is not None]
-    fitting = next((family for family in FAMILIES if family.names.fit(tensors)), made[0])
-    makers = (family.from_files for family in made if family.names is fitting.names)
-    return next(makers, functools.partial(_no_files, fitting.names.title))(source, tensors)
-
-
-def _no_files(title: str, source: Path, tensors: Tensors) -> nn.Module:
-    raise ValueError(
-        f"{source} holds weights of {title}, whose sizes cannot be told from a file; load it into a pipeline with "
-        "trp.load_turbodiffusion."
-    )
+    makers = [family for family in FAMILIES if family.from_files is not None]
+    fitting = next((family for family in makers if family.names.fit(tensors)), makers[0])
+    return fitting.from_files(source, tensors)
 
 
 def weights_in(source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False) -> WholeModel:

@@ -4,7 +4,8 @@ call.py: kinds of calls. block.py, attentions.py: how the steps of a block are d
 that runs. forward.py: the forwards of blocks.
 modulation.py: what the timestep changes. rope.py: RoPE tables of both layouts. masks.py: masks of prompts.
 graph.py: the model's forward as a CUDA graph.
-measured.py: what `verify` measures. sizes.py, cases.py: sizes of tensors and checkpoints. names.py: the authors' names.
+measured.py: what `verify` measures. sizes.py, cases.py: sizes of tensors and checkpoints.
+names.py: the authors' names. from_files.py: the model that a file with these names is for.
 random_weights.py, connector_free.py: for models with random weights.
 """
 
@@ -32,6 +33,7 @@ from .call import TOPK, LTX2Block, usual_call
 from .cases import CASES
 from .connector_free import pipeline_inputs
 from .forward import block_forward, block_inputs, time_embed_forward
+from .from_files import from_files
 from .graph import GRAPHED, transformer_forward
 from .masks import MASKS, SeenMasks
 from .measured import MODULES, self_attention_qkv, sub_layer_terms
@@ -100,6 +102,7 @@ LTX2 = Family(
         Pipeline(LTX2ImageToVideoPipeline, "image", has_sound=True),
     ),
     cases=CASES,
+    from_files=from_files,
     inputs=pipeline_inputs,
     more=_more,
     attributes=_attributes,
