@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 
 from scripts.training import train_embedded
-from scripts.training.embedded import models, student, teacher, vae
+from scripts.training.embedded import models, student, teacher, text, vae
 from scripts.training.embedded.models import TEXT_DIM
 from turbo_rcm_patch.bench import evaluate
 from turbo_rcm_patch.shapes import judge, render
@@ -20,13 +20,14 @@ def toy(monkeypatch):
     monkeypatch.setattr(render, "FRAMES", 5)
     monkeypatch.setattr(render, "RADIUS", {"small": 3.0, "large": 5.0})
     monkeypatch.setattr(render, "SPEED", {"slowly": 0.5, "quickly": 1.0})
+    monkeypatch.setattr(text, "MAX_TEXT_TOKENS", 32)
     monkeypatch.setattr(vae, "CROP", 16)
     monkeypatch.setattr(vae, "BATCH", 2)
     monkeypatch.setattr(teacher, "BATCH", 2)
     monkeypatch.setattr(student, "BATCH", 2)
     monkeypatch.setattr(student, "TANGENT_WARMUP", 2)
     monkeypatch.setattr(train_embedded, "STEPS", {"vae": 4, "teacher": 3, "student": 7})
-    monkeypatch.setattr(train_embedded, "VIDEOS", {"vae": 16, "pool": 16})
+    monkeypatch.setattr(train_embedded, "VIDEOS", {"vae": 8, "pool": 8})
     monkeypatch.setattr(train_embedded, "TEACHER_STEPS", 2)
     monkeypatch.setattr(train_embedded, "TEACHER_PROMPTS", 2)
     size = {"height": 32, "width": 32, "num_frames": 5}

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import turbo_rcm_patch as trp
 from scripts.training import train_sparse
-from scripts.training.embedded import sparse
+from scripts.training.embedded import sparse, text
 from scripts.training.embedded.progress import Run
 from tests.lora_files import read_lora
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL
@@ -18,8 +18,9 @@ LATENTS = (16, 2, 8, 12)  # 48 tokens: three blocks
 
 
 @pytest.fixture(autouse=True)
-def _small_batches(monkeypatch):
+def _small_batches_and_short_prompts(monkeypatch):
     monkeypatch.setattr(sparse, "BATCH", 2)
+    monkeypatch.setattr(text, "MAX_TEXT_TOKENS", 32)
 
 
 @pytest.fixture(scope="module")
