@@ -86,7 +86,6 @@ def with_plant(plant, dtype):
     ("plant", "dtype"),
     [
         (gelu_channel, torch.bfloat16),
-        (key_channel, torch.float32),
         (key_channel, torch.bfloat16),
         (residual, torch.float32),
     ],
