@@ -7,7 +7,6 @@ on the host, because a prompt reads few of their rows.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +18,6 @@ from .components import blocks_of, embeddings_of, holder_of_blocks
 from .pinned import pin
 
 ON_HOST = "turbo_rcm_patch_on_host"  # the name of the hook on token embeddings
-NOT_FAR_AHEAD = "turbo_rcm_patch_not_far_ahead"  # the name of the hook on blocks
 
 
 def stream(model: nn.Module, device: torch.device) -> None:
@@ -54,12 +52,6 @@ def stream(model: nn.Module, device: torch.device) -> None:
             use_stream=in_parallel,
             record_stream=in_parallel,  # else the host waits for the GPU after each block
         )
-    if in_parallel:
-        running: deque[torch.cuda.Event] = deque()
-        for block in blocks_of(model):
-            HookRegistry.check_if_exists_or_initialize(block).register_hook(
-                _NotFarAhead(device, running), NOT_FAR_AHEAD
-            )
 
 
 def stop_streaming(model: nn.Module) -> None:
@@ -68,7 +60,7 @@ def stop_streaming(model: nn.Module) -> None:
         registry = vars(module).get("_diffusers_hook")
         if registry is not None:
             for name in reversed(list(registry._hook_order)):
-                if name in (ON_HOST, NOT_FAR_AHEAD) or "group_offloading" in name or name == "layer_execution_tracker":
+                if name == ON_HOST or "group_offloading" in name or name == "layer_execution_tracker":
                     registry.remove_hook(name, recurse=False)
             if not registry.hooks:
                 del module._diffusers_hook
@@ -91,31 +83,6 @@ class _RowsFromHost(ModelHook):
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         return output.to(self._device)
-
-
-class _NotFarAhead(ModelHook):
-    """Let the host begin a block only when the GPU has finished the one before the last.
-
-    Else it begins many, and the weights of each stay on the GPU until it has run. Where memory is short PyTorch's
-    allocator then waits until the GPU has nothing left to do: 5 % of a step of Wan 14B on an H200.
-
-    running: the ends of the blocks that were begun, for all blocks of a model.
-    """
-
-    def __init__(self, device: torch.device, running: deque[torch.cuda.Event]):
-        super().__init__()
-        self._device, self._running = device, running
-
-    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple, dict]:
-        while len(self._running) > 1:
-            self._running.popleft().synchronize()
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: object) -> object:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        self._running.append(event)
-        return output
 
 
 @contextmanager

@@ -18,7 +18,7 @@ def cards_of(runs: Mapping[str, dict]) -> list[dict]:
 
 
 def short_cards_table(runs: Iterable[dict]) -> str:
-    """Return the README's table: a row for each pipeline, tier and card."""
+    """Return the README's table: a row for each pipeline and card in 8 bits, the first if it was measured twice."""
     header = [
         "pipeline",
         "tier",
@@ -29,7 +29,11 @@ def short_cards_table(runs: Iterable[dict]) -> str:
         "peak, GB",
         "diffusers' own offloading, s",
     ]
-    return table_of(header, (row for run in runs for row in _short_rows(run)))
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        for row in _short_rows(run):
+            rows.setdefault(tuple(row[:3]), row)
+    return table_of(header, rows.values())
 
 
 def cards_table(run: dict) -> str:
@@ -95,7 +99,7 @@ def _short_rows(run: dict) -> Iterator[list[str]]:
     target = OF_TWO_EXPERTS if settings["experts"] == 2 else TIMES
     whole = {row["variant"]: row["seconds"] for row in run["cards"] if row["card"] is None}
     for row in run["cards"]:
-        if row["card"] is None or row["variant"] not in whole:
+        if row["card"] is None or row["variant"] not in whole or not row["variant"].startswith("quantized"):
             continue
         fits = row["seconds"] is not None
         ratio = row["seconds"] / whole[row["variant"]] if fits else None

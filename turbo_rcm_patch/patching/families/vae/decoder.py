@@ -186,5 +186,5 @@ def _keep_last_frames(front: torch.Tensor, x: torch.Tensor) -> None:
     """
     left = front.shape[1] - x.shape[1]
     if left > 0:
-        front[:, :left] = front[:, -left:].clone()  # they may overlap
+        front[:, :left] = front[:, -left:]  # at most one frame of two, so that they do not overlap
     front[:, max(0, left) :] = x[:, -front.shape[1] :]
