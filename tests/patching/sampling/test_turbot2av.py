@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
+from tests import lora_files
 from tests.oracle import relative_error
 from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
-from tests.tiny_wan import tiny_wan_pipeline
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.recipes import RECIPES, Recipe
 from turbo_rcm_patch.scheduler import scheduler_of
 
@@ -243,6 +245,43 @@ def test_a_model_of_its_name_is_recognised():
     pipe = tiny_ltx2_pipeline()
     pipe.transformer.register_to_config(_name_or_path="luyu1021/TurboT2AV")
     assert "turbot2av (named TurboT2AV" in str(trp.use_distilled(pipe))
+
+
+def lora_file(model, path, blocks=3):
+    """A LoRA under the authors' names, and the weights that it adds to, by diffusers' names."""
+    generator, tensors, added = torch.Generator().manual_seed(7), {}, {}
+    places = [f"transformer_blocks.{i}.{part}" for i in range(blocks) for part in ("attn1.to_q", "audio_ff.net.2")]
+    for name in ["time_embed.linear", *places]:
+        rows, columns = model.get_submodule(name.replace(f".{blocks - 1}.", ".0.")).weight.shape
+        down, up = (0.2 * torch.randn(size, generator=generator) for size in ((4, columns), (rows, 4)))
+        official = f"diffusion_model.{name.replace('time_embed', 'adaln_single')}"
+        tensors |= {f"{official}.lora_A.weight": down, f"{official}.lora_B.weight": up}
+        added[f"{name}.weight"] = up @ down
+    save_file(tensors, path)
+    return added
+
+
+def test_a_lora_in_the_authors_names(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    pipe, merged = tiny_ltx2_pipeline(), tiny_ltx2_pipeline()
+    with torch.no_grad():
+        for name, change in lora_file(pipe.transformer, path).items():
+            merged.transformer.get_parameter(name).add_(change)
+    before = {name: tensor.clone() for name, tensor in pipe.transformer.state_dict().items()}
+    with pytest.raises(ValueError, match=r"lora\.safetensors: cannot be recognised; give .* one of turbot2av\."):
+        trp.use_distilled(pipe, path)
+    trp.use_distilled(merged, recipe="turbot2av")
+    with trp.use_distilled(pipe, path, "turbot2av") as handle:
+        assert "7 linears of rank 4" in str(handle)
+        found, expected = (each(**few_step_call(num_inference_steps=2)) for each in (pipe, merged))
+    assert all(relative_error(*pair) <= 1e-4 for pair in zip(found, expected, strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.transformer.state_dict().items())
+    lora_file(pipe.transformer, path, blocks=4)
+    with pytest.raises(ValueError, match="is for a block that the model lacks; it has 3"):
+        trp.use_distilled(pipe, path, "turbot2av")
+    lora_files.lightx2v(tiny_wan_transformer()).save(path)
+    with pytest.raises(ValueError, match="none of its keys fit a LTX2Video"):
+        trp.use_distilled(pipe, path, "turbot2av")
 
 
 @pytest.mark.gpu
