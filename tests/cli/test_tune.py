@@ -198,8 +198,8 @@ def test_a_folder_has_the_sizes_of_its_vae(tmp_path, capsys):
     write("vae", {"z_dim": 48, "scale_factor_spatial": 16})
     options = "tune", "--model", tmp_path, "--height", "720"
     assert "--height 720 is not divisible by 32; try 704." in error_of(capsys, *options)
-    write("transformer", {**transformer, "patch_size": 2})
-    assert "has patch_size 2; accepted are three numbers" in error_of(capsys, *options)
+    write("transformer", {**transformer, "patch_size": [2, 2]})
+    assert "has patch_size [2, 2]; accepted are three numbers" in error_of(capsys, *options)
 
 
 def notes_on(gpu_name, config):
