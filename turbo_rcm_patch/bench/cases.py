@@ -35,7 +35,9 @@ def build_pipeline(
             for _, block in blocks.of(transformer):
                 blocks.random_weights.strengthen_gates(block)
         models = {"transformer": transformer, "vae": case.vae_class(**case.vae)}
-        models |= {name: model_class(**options) for name, (model_class, options) in case.others.items()}
+        others = {name: kind for name, kind in case.others.items() if name not in case.stand_ins}
+        models |= {name: model_class(**options) for name, (model_class, options) in others.items()}
+        models |= {name: model_class() for name, model_class in case.stand_ins.items()}
     parts = {name: cast_as_loaded(model.eval(), dtype) for name, model in models.items()}
     parameters = inspect.signature(case.pipeline_class).parameters.values()
     left_out = {parameter.name: None for parameter in parameters if parameter.default is parameter.empty}

@@ -13,6 +13,7 @@ from ..kernels.sparse_linear.sparse_linear_reference import GATHERED_VALUES
 from ..memory.components import blocks_of
 from ..memory.stages import TEXT_TOKENS, Patched, Stage, Video, lora_itemsize, stages_of, tokens_of, unpatched_stages
 from ..patching.families import family_of
+from ..patching.families.vae import is_vae
 from ..patching.families.vae.chunks import unpatched_decoding_bytes
 from ..tiers import EXACT, is_low_precision
 from .keep_out import FEW
@@ -46,7 +47,7 @@ def checking_stages(patched: Patched, video: Video) -> Iterator[Stage]:
     for name, model in patched.models.items():
         if family_of(model) is not None:
             yield Stage("checking a block", (name,), _block_bytes(name, patched, video))
-    if (vae := patched.models.get("vae")) is not None:
+    if (vae := patched.models.get("vae")) is not None and is_vae(vae):
         checks = [_decoding_bytes(vae, video, in_tiles=tiles) for tiles in (False, True)]
         yield Stage("checking the decoding", ("vae",), *checks)
 
@@ -98,7 +99,8 @@ def _itemsizes(model: nn.Module) -> tuple[int, int]:
 
 def _parts_bytes(config: Mapping[str, object], tier: PatchConfig, wide: int, own: bool, sizes) -> int:
     """Return the bytes per token of a trace in fp32, and of the largest set of tensors beside it."""
-    C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"]
+    C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config.get("ffn_dim")
+    ffn = ffn or 4 * C  # LTX-2's
     trace = FP32_BYTES * (KEPT * C + WIDE_KEPT * ffn) + 2 * FP32_BYTES * config["attention_head_dim"]
     terms = 4 * FP32_BYTES * C + sizes.bytes_per_token(config, wide, tier.tier)
     timesteps = 2 * 6 * FP32_BYTES * C if own else 0  # of each token, before and after the block's own are added

@@ -13,8 +13,10 @@ from ..checkpoints.files import COMPONENTS
 from ..config import PatchConfig, resolve_config
 from ..patching.families import family_of
 from ..patching.families.vae import is_vae
+from ..patching.families.vae.sizes import compression
 from ..patching.steps.plan import is_patched, state_of
 from ..wording import counted, with_article
+from .sound import has_sound
 from .stages import Video
 
 PLANNED: WeakSet[nn.Module] = WeakSet()  # the models whose places a plan has chosen
@@ -32,7 +34,7 @@ def models_of(pipe: object) -> dict[str, nn.Module]:
         raise ValueError(f"{kind} has no transformer of a supported family, whose memory is known.")
     if "vae" not in models:
         raise ValueError(f"{kind} has no VAE; load it with its VAE.")
-    if not is_vae(models["vae"]):
+    if not is_vae(models["vae"]) and not has_sound(models):
         raise ValueError(f"{kind} has {with_article(type(models['vae']).__name__)}, whose memory is not known.")
     return models
 
@@ -55,7 +57,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def check_size(models: Mapping[str, nn.Module], video: Video) -> None:
     """Raise ValueError for a size that the VAE does not have."""
-    edge, step = 2 * (getattr(models["vae"].config, "scale_factor_spatial", None) or 8), frames_of_a_latent(models)
+    edge, step = edge_of_a_token(models), frames_of_a_latent(models)
     for name, size in (("height", video.height), ("width", video.width)):
         if type(size) is not int or size <= 0 or size % edge:
             raise ValueError(f"{name}={size!r}; give a whole number of pixels that {edge} divides.")
@@ -63,9 +65,15 @@ def check_size(models: Mapping[str, nn.Module], video: Video) -> None:
         raise ValueError(f"num_frames={video.frames!r}; give a multiple of {step}, and one more.")
 
 
+def edge_of_a_token(models: Mapping[str, nn.Module]) -> int:
+    """Return the pixels along height and width that a token stands for."""
+    patch = next(model.config.patch_size for model in models.values() if family_of(model) is not None)
+    return compression(models["vae"].config)[0] * (patch if isinstance(patch, int) else patch[-1])
+
+
 def frames_of_a_latent(models: Mapping[str, nn.Module]) -> int:
     """Return the frames of a video for each latent frame after the first."""
-    return getattr(getattr(models.get("vae"), "config", None), "scale_factor_temporal", None) or 4
+    return compression(getattr(models.get("vae"), "config", {}))[1]
 
 
 def check_movable(models: Mapping[str, nn.Module]) -> None:

@@ -10,6 +10,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import ModelMixin
+from diffusers.pipelines import ltx2
 from torch import nn
 
 from ..checkpoints.files import COMPONENTS
@@ -47,9 +48,11 @@ def has_own_timesteps(source: str | Path) -> bool:
 
 
 def with_empty_projections(transformer: nn.Module) -> nn.Module:
-    """Return a copy of a transformer on the meta device with the projections of sparse-linear attention."""
+    """Return a copy of a transformer on the meta device with the projections that sparse-linear attention needs."""
     transformer = copy.deepcopy(transformer)
-    for _, attn, _ in family_of(transformer).self_attentions(transformer):
+    for _, attn, form in family_of(transformer).self_attentions(transformer):
+        if not form.needs_projection:
+            continue
         like, size = attn.to_out[0].weight, attn.inner_dim // attn.heads
         setattr(attn, PROJ_L, nn.Linear(size, size, device="meta", dtype=like.dtype))
     return transformer
@@ -72,8 +75,10 @@ def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _of_case(case: Case) -> dict[str, nn.Module]:
     with torch.device("meta"):
         encoders = {name: model_class(config) for name, (model_class, config) in case.encoders.items()}
+        others = {name: model_class(**options) for name, (model_class, options) in case.others.items()}
         return {
             **encoders,
+            **others,
             "transformer": case.transformer_class(**case.transformer),
             "vae": case.vae_class(**case.vae),
         }
@@ -107,8 +112,13 @@ def _others(folder: Path, classes: Mapping[str, object]) -> dict[str, nn.Module]
     return models
 
 
+def _class_named(name: str) -> type | None:
+    found = (getattr(library, name, None) for library in (diffusers, transformers, ltx2))
+    return next(filter(None, found), None)
+
+
 def _empty(path: Path, config: Mapping[str, object], class_name: str) -> nn.Module:
-    model_class = getattr(diffusers, class_name, None) or getattr(transformers, class_name, None)
+    model_class = _class_named(class_name)
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise ValueError(f"{path} holds a {class_name}, which neither diffusers nor transformers has.")
     with torch.device("meta"):  # under accelerate's init_empty_weights tied weights would count twice

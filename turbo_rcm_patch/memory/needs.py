@@ -18,6 +18,7 @@ from .choose import Placement, smallest
 from .components import Component, components_of
 from .empty_models import empty_models, has_own_timesteps, with_empty_projections
 from .plan import CONTEXT
+from .sound import has_sound
 from .stages import Patched, Video, stages_of
 
 VIDEOS = (Video(480, 832, 81), Video(720, 1280, 81))
@@ -57,11 +58,12 @@ def models_by_preset(
     why_not_sparse = next(filter(None, reasons), None)
     for name in PRESETS if preset is None else (preset,):
         config = without_originals(PRESETS[name])
+        options = {"own_timesteps": own_timesteps, "samples": 2 if has_sound(models) else 1}  # perhaps with guidance
         if not isinstance(config, Sparse):
-            yield name, Patched(models, config, own_timesteps)
+            yield name, Patched(models, config, **options)
         elif why_not_sparse is None:
             sparse = {part: with_empty_projections(model) for part, model in transformers.items()}
-            yield name, Patched({**models, **sparse}, config, own_timesteps)
+            yield name, Patched({**models, **sparse}, config, **options)
         elif preset is not None:
             raise ValueError(why_not_sparse)
 

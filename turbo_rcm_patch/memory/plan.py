@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import torch
+from diffusers import LTX2Pipeline
 from torch import nn
 
 from ..amounts import in_gb, parse_amount
 from ..config import PatchConfig, Quantized
 from ..patching.families.vae.chunks import LIMIT, free_memory
+from ..scheduler import FewStepScheduler
 from ..tables import table
 from .checks import PLANNED, check_card, check_movable, check_size, config_of, frames_of_a_latent, models_of
 from .choose import Placement, choose, smallest
 from .components import Component, components_both_ways, components_of
 from .host import DoesNotFit, check_host
+from .sound import has_sound
 from .stages import Patched, Stage, Video, graphs_bytes, stages_of
 from .streaming import stop_streaming, stream
 
@@ -160,7 +163,7 @@ def fit_with(
 ) -> MemoryPlan:
     """Do what `fit` does, for a command that does more than generate. beside, both_ways: as in `Patched`."""
     device, models = _with_index(torch.device(device)), models_of(pipe)
-    patched = Patched(models, config_of(models, config), bool(pipe.config.get("expand_timesteps")), beside, both_ways)
+    patched = Patched(models, config_of(models, config), beside=beside, both_ways=both_ways, **_facts_of(pipe, models))
     check_size(models, video)
     check_movable(models)
     check_card(vram, device)
@@ -173,6 +176,14 @@ def fit_with(
         plan.undo()
         raise
     return plan
+
+
+def _facts_of(pipe: object, models: Mapping[str, nn.Module]) -> dict[str, object]:
+    """Return what the pipeline's class and scheduler tell of a step: timesteps of tokens, and samples at once."""
+    if not has_sound(models):
+        return {"own_timesteps": bool(pipe.config.get("expand_timesteps"))}
+    guided = not isinstance(pipe.scheduler, FewStepScheduler)
+    return {"own_timesteps": not isinstance(pipe, LTX2Pipeline), "samples": 1 + guided}
 
 
 def _vae_mode(placement: Placement) -> str:

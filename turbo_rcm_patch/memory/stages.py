@@ -13,11 +13,13 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..patching.families import family_of
+from ..patching.families.vae import is_vae
 from ..patching.families.vae.chunks import decoding_bytes, encoding_bytes, unpatched_decoding_bytes
 from ..patching.families.vae.sizes import latent_size
 from ..patching.text_encoder import has_graphs
 from ..patching.weights.convert import quantized_linears
 from ..plain import is_lora_layer
+from . import sound
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
 FP32_BYTES = 4
@@ -39,7 +41,7 @@ class Patched(NamedTuple):
 
     The models may be on the meta device. own_timesteps: True if each token has its own timestep. beside: yields the
     stages that a command runs beside the patched pipeline's. None: there are none. both_ways: True if the pipeline also
-    runs on the weights as they are before the patch.
+    runs on the weights as they are before the patch. samples: computed at once in a step, for a pipeline with sound.
     """
 
     models: Mapping[str, nn.Module]
@@ -47,6 +49,7 @@ class Patched(NamedTuple):
     own_timesteps: bool = False
     beside: Callable[[Patched, Video], Iterator[Stage]] | None = None
     both_ways: bool = False
+    samples: int = 1
 
 
 class Stage(NamedTuple):
@@ -75,6 +78,9 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
     """
     models = patched.models
     vae = models.get("vae")
+    if sound.has_sound(models):
+        yield from _stages_with_sound(patched, video)
+        return
     if (encoder := models.get("text_encoder")) is not None:
         yield Stage("text encoding", ("text_encoder",), encoder_bytes(encoder, TEXT_TOKENS))
     if (encoder := models.get("image_encoder")) is not None:
@@ -94,6 +100,33 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
         yield from patched.beside(patched, video)
 
 
+def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
+    """Yield the stages of a pipeline that makes sound too. It encodes one frame, if it starts from an image."""
+    models, vae, samples = patched.models, patched.models["vae"], patched.samples
+    kept = sound.kept_prompts_bytes(models, samples)
+    if (encoder := models.get("text_encoder")) is not None:
+        layer = encoder_bytes(encoder, sound.TEXT_TOKENS) + sound.logits_bytes(encoder)
+        yield Stage("text encoding", ("text_encoder",), layer + sound.prompt_copies_bytes(models, samples))
+    if "connectors" in models:
+        yield Stage("connectors", ("connectors",), sound.connecting_bytes(models, samples))
+    if patched.own_timesteps:
+        given = video._replace(frames=1)
+        yield Stage("VAE encoding", ("vae",), *_whole_and_in_tiles(sound.video_encoding_bytes, vae, given, kept))
+    in_blocks, after_blocks = denoising_bytes("transformer", patched, video)
+    step = samples * in_blocks + kept
+    yield Stage("denoising", ("transformer",), step, after_blocks=samples * after_blocks + kept)
+    yield Stage("decoding", ("vae",), *_whole_and_in_tiles(sound.video_decoding_bytes, vae, video, kept))
+    frames = 3 * video.frames * video.height * video.width * FP32_BYTES  # as postprocessed, perhaps on the GPU
+    for name, model, size in sound.sound_steps(models, video.frames):
+        yield Stage(name, (model,), size + frames + kept)
+    if patched.beside is not None:
+        yield from patched.beside(patched, video)
+
+
+def _whole_and_in_tiles(size_of: Callable[..., int], vae: nn.Module, video: Video, more: int) -> tuple[int, int]:
+    return tuple(size_of(vae, *video, in_tiles=tiles) + more for tiles in (False, True))
+
+
 def graphs_bytes(models: Mapping[str, nn.Module]) -> int:
     """Return the bytes that the text encoder's CUDA graphs keep: those that it computes with."""
     encoder = models.get("text_encoder")
@@ -106,7 +139,7 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
     for name, model in patched.models.items():
         if family_of(model) is not None:
             yield Stage("denoising, unpatched", (name,), _unpatched_denoising_bytes(name, patched, video))
-    if vae is not None:
+    if vae is not None and is_vae(vae):  # others are not patched
         decoding = [unpatched_decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
         yield Stage("decoding, unpatched", ("vae",), *decoding)
 
@@ -137,7 +170,7 @@ def _unpatched_denoising_bytes(name: str, patched: Patched, video: Video) -> int
     family = family_of(transformer)
     wide, lora = family.compute_dtype(transformer).itemsize, lora_itemsize(transformer)
     of_token = family.blocks[0].sizes.unpatched_bytes_per_token(transformer.config, wide, lora, patched.own_timesteps)
-    return tokens_of(name, patched, video) * of_token
+    return patched.samples * tokens_of(name, patched, video) * of_token
 
 
 def tokens_of(name: str, patched: Patched, video: Video) -> int:
@@ -155,7 +188,7 @@ def lora_itemsize(model: nn.Module) -> int:
 
 def encoder_bytes(encoder: nn.Module, tokens: int) -> int:
     """Return the bytes of the largest set of tensors that are alive together in a layer of a transformers encoder."""
-    config = encoder.config
+    config = getattr(encoder.config, "text_config", encoder.config)
     wide = getattr(config, "d_ff", None) or getattr(config, "intermediate_size", 4 * config.hidden_size)
     itemsize = next(encoder.parameters()).itemsize
     scores = config.num_attention_heads * tokens**2

@@ -222,7 +222,8 @@ class Case:
 
     The pipeline works without encoders. scheduler: makes the pipeline's. expand_timesteps: True if each token has its
     own timestep. encoders: the class and config of each encoder that the checkpoint comes with, by its name in the
-    pipeline. others: the class and arguments of each other model that the pipeline runs, by its name.
+    pipeline. others: the class and arguments of each other model that the pipeline runs, by its name. stand_ins: the
+    classes of models that take the place of some of these in a pipeline with random weights.
     """
 
     transformer_class: type[nn.Module]
@@ -236,6 +237,7 @@ class Case:
     expand_timesteps: bool = False
     encoders: Mapping[str, tuple[type[nn.Module], PretrainedConfig]] = field(default_factory=dict)
     others: Mapping[str, tuple[type[nn.Module], Mapping[str, object]]] = field(default_factory=dict)
+    stand_ins: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     scheduler: Callable[[], SchedulerMixin] = RCMScheduler
 
 

@@ -12,7 +12,8 @@ from diffusers import (
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
 )
-from diffusers.pipelines.ltx2 import LTX2Vocoder
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from ..family import Case
 from .connector_free import NoConnectors
@@ -25,7 +26,14 @@ SCHEDULER = partial(
     base_image_seq_len=1024,
     max_image_seq_len=4096,
 )  # LTX-2's own has a shift_terminal too, with which a single step has no time
-_from_text = partial(Case, LTX2VideoTransformer3DModel, LTX2Pipeline, AutoencoderKLLTX2Video, scheduler=SCHEDULER)
+_from_text = partial(
+    Case,
+    LTX2VideoTransformer3DModel,
+    LTX2Pipeline,
+    AutoencoderKLLTX2Video,
+    scheduler=SCHEDULER,
+    stand_ins={"connectors": NoConnectors},  # the real ones have 1.4e9 weights, and nothing of theirs is measured
+)
 
 # LTX-2 19B, in full where other code reads the configs; what is left out has diffusers' default, which is LTX-2.0's.
 LTX2_19B = {
@@ -91,15 +99,38 @@ TINY_VOCODER = {
 TINY_AUDIO_VAE = {"base_channels": 4, "ch_mult": (1,), "num_res_blocks": 1, "latent_channels": 2, "mel_bins": 8}
 
 
+# Gemma 3 with its vision tower, whose hidden states of all layers the connectors take.
+GEMMA3_12B = Gemma3Config(
+    text_config={
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "vocab_size": 262208,
+    },
+    vision_config={
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+    },
+)
+TEXT = {"text_encoder": (Gemma3ForConditionalGeneration, GEMMA3_12B)}
+
+
 def _beside(audio_vae: Mapping[str, object], vocoder: Mapping[str, object]) -> dict[str, tuple]:
     return {
-        "connectors": (NoConnectors, {}),
+        "connectors": (LTX2TextConnectors, {"rope_type": "split"}),
         "audio_vae": (AutoencoderKLLTX2Audio, audio_vae),
         "vocoder": (LTX2Vocoder, vocoder),
     }
 
 
 CASES = {
-    "ltx2-19b": _from_text(LTX2_19B, 512, 768, 121, vae=VAE, others=_beside({}, {})),
+    "ltx2-19b": _from_text(LTX2_19B, 512, 768, 121, vae=VAE, encoders=TEXT, others=_beside({}, {})),
     "tiny-ltx2": _from_text(TINY, 64, 96, 5, vae=TINY_VAE, others=_beside(TINY_AUDIO_VAE, TINY_VOCODER)),
 }

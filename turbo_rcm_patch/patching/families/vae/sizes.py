@@ -34,8 +34,12 @@ def latent_channels(config: Mapping[str, object]) -> int:
 
 def compression(config: Mapping[str, object]) -> tuple[int, int]:
     """Return the pixels along height and width, and the frames, that a latent stands for."""
-    spatial = config.get("scale_factor_spatial") or config.get("spatial_compression_ratio") or 8
-    return spatial, config.get("scale_factor_temporal") or config.get("temporal_compression_ratio") or 4
+    spatial = config.get("scale_factor_spatial") or config.get("spatial_compression_ratio")
+    temporal = config.get("scale_factor_temporal") or config.get("temporal_compression_ratio")
+    if (scaling := config.get("spatio_temporal_scaling")) is not None:  # LTX-2's config may leave both out
+        doubled = 2 ** sum(scaling)
+        return spatial or config["patch_size"] * doubled, temporal or config["patch_size_t"] * doubled
+    return spatial or 8, temporal or 4
 
 
 def latent_size(config: Mapping[str, object], height: int, width: int, frames: int) -> tuple[int, int, int]:

@@ -1,0 +1,115 @@
+"""`fit` on LTX-2's pipelines: the same video and sound, all models in the plan, and what guidance costs."""
+
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.tiny_ltx2 import FRAMES, HEIGHT, LTX2_PIPELINES, WIDTH, tiny_ltx2_call, tiny_ltx2_pipeline
+from turbo_rcm_patch.memory import plan as plan_module
+from turbo_rcm_patch.memory import sound
+from turbo_rcm_patch.memory.checks import is_hooked
+from turbo_rcm_patch.memory.choose import Placement
+from turbo_rcm_patch.memory.empty_models import empty_models
+from turbo_rcm_patch.memory.needs import models_by_preset, needs
+from turbo_rcm_patch.memory.stages import Patched, Video, stages_of
+from turbo_rcm_patch.patching.families.vae.sizes import compression
+
+SIZE = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES}
+REAL, SMALL = Video(1024, 1792, 121), Video(512, 768, 121)
+
+
+def fit_on_the_cpu(pipe, **options):
+    return trp.fit(pipe, "8 GB", **{**SIZE, "device": "cpu", **options})
+
+
+def outputs_of(pipe, kind):
+    return [torch.as_tensor(x) for x in pipe(**tiny_ltx2_call(kind, output_type="np"))]
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+@pytest.mark.parametrize("kind", LTX2_PIPELINES)
+def test_streaming_changes_neither_video_nor_sound_and_is_undone(monkeypatch, kind, tier):
+    monkeypatch.setattr(
+        plan_module, "choose", lambda found, *_: Placement(frozenset(c.name for c in found if c.blocks), tiles=True)
+    )
+    pipe = tiny_ltx2_pipeline(kind)
+    with trp.patch(pipe, tier):
+        expected = outputs_of(pipe, kind)
+        plan = fit_on_the_cpu(pipe)
+        assert "transformer" in plan.placement.streaming
+        assert pipe.vae.use_tiling
+        assert any(map(is_hooked, pipe.transformer.modules()))
+        for ours, theirs in zip(outputs_of(pipe, kind), expected, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6)
+        plan.undo()
+        assert not pipe.vae.use_tiling
+        assert not any(map(is_hooked, pipe.transformer.modules()))
+        for ours, theirs in zip(outputs_of(pipe, kind), expected, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", LTX2_PIPELINES)
+def test_every_model_has_its_place_and_its_stage(kind):
+    plan = fit_on_the_cpu(tiny_ltx2_pipeline(kind))
+    assert {c.name for c in plan.components} == {"vae", "audio_vae", "connectors", "transformer", "vocoder"}
+    stages = ["connectors", "denoising", "decoding", "decoding the sound", "making the waveform"]
+    assert list(plan.peaks) == [*stages[:1], *(["VAE encoding"] if kind != "text" else []), *stages[1:]]
+    assert "making the waveform" in str(plan)
+
+
+def test_guidance_takes_two_samples_and_a_distilled_model_one():
+    pipe = tiny_ltx2_pipeline()
+    guided = {stage.name: stage.computing for stage in fit_on_the_cpu(pipe).stages}
+    pipe = tiny_ltx2_pipeline()
+    with trp.use_distilled(pipe, recipe="turbot2av"):
+        distilled = {stage.name: stage.computing for stage in fit_on_the_cpu(pipe).stages}
+    assert guided["connectors"] == 2 * distilled["connectors"]
+    assert guided["denoising"] > 2 * distilled["denoising"]
+    prompt = sound.prompt_bytes({"connectors": pipe.connectors})
+    assert prompt == 1024 * 32 * 3 * 4
+    assert guided["decoding"] == distilled["decoding"] + 2 * prompt  # which the pipeline keeps
+
+
+@pytest.mark.parametrize(("name", "value"), [("height", HEIGHT + 8), ("num_frames", 0)])
+def test_sizes_that_the_model_does_not_have(name, value):
+    with pytest.raises(ValueError, match=name):
+        fit_on_the_cpu(tiny_ltx2_pipeline(), **{name: value})
+
+
+def test_compression_is_in_the_config_or_follows_from_it():
+    config = dict(tiny_ltx2_pipeline().vae.config)
+    assert config["spatial_compression_ratio"] is None
+    assert compression(config) == (tiny_ltx2_pipeline().vae.spatial_compression_ratio, 2)
+    assert compression({**config, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}) == (32, 8)
+
+
+@pytest.fixture(scope="module")
+def real_models():
+    return empty_models("ltx2-19b")
+
+
+def test_the_real_model_in_each_tier_and_on_a_card(real_models):
+    exact, quantized = (needs(models_by_preset("ltx2-19b", preset=name), [SMALL])[0] for name in ("exact", "quantized"))
+    names = [component.name for component in exact.components]
+    assert sorted(names) == ["audio_vae", "connectors", "text_encoder", "transformer", "vae", "vocoder"]
+    transformer = exact.components[names.index("transformer")].weights
+    assert transformer == pytest.approx(2 * 18.9e9, rel=0.01)
+    assert quantized.components[names.index("transformer")].weights == pytest.approx(transformer / 2, rel=0.1)
+    assert exact.least < 20e9 < 60e9 < exact.resident
+
+
+def test_tiles_take_less_than_whole_frames(real_models):
+    whole, in_tiles = (sound.video_decoding_bytes(real_models["vae"], *REAL, in_tiles=tiles) for tiles in (False, True))
+    small = sound.video_decoding_bytes(real_models["vae"], *SMALL)
+    frames = 3 * 121 * 1024 * 1792 * 2
+    assert frames < in_tiles < whole / 2
+    assert whole == pytest.approx(small * 14 / 3, rel=0.1)  # as many times the pixels
+
+
+def test_a_denoising_step_holds_the_tensors_of_a_block(real_models):
+    """At least the residual, the normed video, and the feed-forward's wide tensor, for each of two samples."""
+    stages = {s.name: s for s in stages_of(Patched(real_models, trp.Exact(), samples=2), SMALL)}
+    least = 2 * 6144 * 2 * (2 * 4096 + 4 * 4096)
+    assert least < stages["denoising"].computing < 10 * least
+    layers = 49 * 1024 * 3840 * 2
+    assert stages["text encoding"].computing > 3 * 2 * layers + 1024 * 262208 * 2

@@ -1,0 +1,101 @@
+"""The memory of LTX-2's pipelines: their text encoder, connectors, both VAEs and the vocoder.
+
+A pipeline with guidance computes two samples at once, and keeps the hidden states of all the text encoder's layers
+until it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from ..patching.families.vae.sizes import latent_size
+from .traced import traced_bytes
+
+TEXT_TOKENS = 1024  # of a prompt, to which it is padded
+FRAME_RATE = 24.0  # with which a pipeline makes the sound as long as the video
+COPIES = 6  # of the layers' hidden states, alive together in the connectors
+
+
+def has_sound(models: Mapping[str, nn.Module]) -> bool:
+    """True for the models of a pipeline that makes sound."""
+    return "audio_vae" in models
+
+
+def prompt_bytes(models: Mapping[str, nn.Module]) -> int:
+    """Return the bytes of a prompt's hidden states of all layers, or 0 for models without connectors."""
+    connectors = models.get("connectors")
+    config = getattr(connectors, "config", {})
+    channels, layers = config.get("caption_channels", 0), config.get("text_proj_in_factor", 0)
+    return 0 if connectors is None else TEXT_TOKENS * channels * layers * connectors.dtype.itemsize
+
+
+def kept_prompts_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
+    """Return the bytes of prompts' hidden states that a pipeline keeps: with guidance both together, and one of them
+    alone."""
+    return prompt_bytes(models) * (1 if samples == 1 else samples + 1)
+
+
+def prompt_copies_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
+    """Return the same for the text encoder's run: the layers' results, stacked and repeated."""
+    return 3 * samples * prompt_bytes(models)
+
+
+def logits_bytes(encoder: nn.Module) -> int:
+    """Return the bytes of the text encoder's logits, which a pipeline does not use. 0 for an encoder without them."""
+    head = getattr(encoder, "lm_head", None)
+    return 0 if head is None else TEXT_TOKENS * head.weight.shape[0] * head.weight.itemsize
+
+
+def connecting_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
+    """Return the bytes that the connectors compute with."""
+    return COPIES * samples * prompt_bytes(models)
+
+
+def video_decoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
+    """Return the bytes that diffusers takes to decode a video of this size, with its frames in the VAE's dtype."""
+    size = latent_size(vae.config, height, width, frames)
+
+    def run(twin: nn.Module) -> None:
+        _set_tiles(twin, vae, in_tiles)
+        twin.decode(torch.empty(1, vae.config.latent_channels, *size, dtype=vae.dtype), None, return_dict=False)
+
+    return traced_bytes(vae, run, ("decode", size, in_tiles, _tiles(vae)))
+
+
+def video_encoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
+    """Return the bytes that diffusers takes to encode a video of this size."""
+
+    def run(twin: nn.Module) -> None:
+        _set_tiles(twin, vae, in_tiles)
+        twin.encode(torch.empty(1, vae.config.in_channels, frames, height, width, dtype=vae.dtype))
+
+    return traced_bytes(vae, run, ("encode", height, width, frames, in_tiles, _tiles(vae)))
+
+
+def _tiles(vae: nn.Module) -> tuple[int, ...]:
+    return tuple(value for name, value in sorted(vars(vae).items()) if name.startswith("tile_"))
+
+
+def _set_tiles(twin: nn.Module, vae: nn.Module, in_tiles: bool) -> None:
+    vars(twin).update((name, value) for name, value in vars(vae).items() if name.startswith("tile_"))
+    twin.use_tiling = in_tiles
+
+
+def sound_steps(models: Mapping[str, nn.Module], frames: int) -> Iterator[tuple[str, str, int]]:
+    """Yield the name, the model and the bytes of each step from the sound's latents to its waveform."""
+    audio = models["audio_vae"]
+    config = audio.config
+    per_second = config.sample_rate / config.mel_hop_length / audio.temporal_compression_ratio
+    length, mel_bins = round(frames / FRAME_RATE * per_second), config.mel_bins // audio.mel_compression_ratio
+
+    def decode(twin: nn.Module) -> None:
+        twin.decode(torch.empty(1, config.latent_channels, length, mel_bins, dtype=audio.dtype), return_dict=False)
+
+    yield "decoding the sound", "audio_vae", traced_bytes(audio, decode, ("decode", length))
+    if (vocoder := models.get("vocoder")) is not None:
+        mel = 1, config.output_channels, length * audio.temporal_compression_ratio, config.mel_bins
+        speak = lambda twin: twin(torch.empty(mel, dtype=vocoder.dtype))  # noqa: E731
+        yield "making the waveform", "vocoder", traced_bytes(vocoder, speak, mel)
