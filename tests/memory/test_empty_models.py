@@ -45,9 +45,10 @@ def test_a_known_size_has_the_encoders_of_its_checkpoint():
     assert 0.62e9 < sizes["image_encoder"] < 0.64e9
     assert {"transformer", "vae"} < models.keys()
     for name, case in CASES.items():
-        width = case.transformer.get("text_dim", 4096)
+        width = case.transformer.get("caption_channels") or case.transformer.get("text_dim", 4096)
         for encoder, (_, config) in case.encoders.items():
-            assert config.hidden_size == (case.transformer["image_dim"] if encoder == "image_encoder" else width), name
+            found = getattr(config, "text_config", config).hidden_size
+            assert found == (case.transformer["image_dim"] if encoder == "image_encoder" else width), name
 
 
 def test_projections_of_the_sparse_tier():

@@ -60,8 +60,8 @@ def size_rules(vae: Mapping, transformer: Mapping) -> SizeRules:
     """Return the rules from the configs of a VAE and a transformer, which may lack entries."""
     patch_size, positions = (transformer.get(name) or value for name, value in TRANSFORMER_DEFAULTS.items())
     spatial, temporal = (vae.get(name) or vae.get(VAE_NAMES[name]) or value for name, value in VAE_DEFAULTS.items())
-    if isinstance(patch_size, int):
-        patch_size, positions = (transformer.get("patch_size_t") or 1, patch_size, patch_size), None
+    if isinstance(patch_size, int) and "patch_size_t" in transformer:
+        patch_size, positions = (transformer["patch_size_t"] or 1, patch_size, patch_size), None
     if not isinstance(patch_size, (list, tuple)) or len(patch_size) != 3:
         raise CommandError(f"the transformer's config has patch_size {patch_size}; accepted are three numbers.")
     patch_frames, patch_height, patch_width = patch_size
