@@ -18,6 +18,7 @@ from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 SUB_LAYER_NAMES = [f"{stream} {group}" for _, stream, group in SUB_LAYERS]
 BETWEEN = ("audio-to-video cross_attention", "video-to-audio cross_attention")
 HIDES_SOME = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+HIDES_THREE = torch.tensor([[0, 0, 1, 1, 0, 1, 1]]).repeat(BATCH, 1)
 HIDES_NOTHING = torch.ones(BATCH, 7, dtype=torch.long)
 WHOLE_STEPS = ("QKV projection", "QK-norm + RoPE", "attention", "projection + skip")
 
@@ -38,6 +39,12 @@ CALLS = {
         {},
         {"encoder_attention_mask": HIDES_SOME, "audio_encoder_attention_mask": HIDES_NOTHING},
         {("video-text cross_attention", "attention"): "attention mask"},
+    ),
+    "masks that hide the same tokens of all samples": (
+        "ltx2",
+        {},
+        {"encoder_attention_mask": HIDES_THREE, "audio_encoder_attention_mask": HIDES_THREE.flip(1)},
+        {},
     ),
     "a mask of the video": (
         "ltx2",
@@ -132,6 +139,30 @@ def test_a_mask_is_read_once_until_it_is_written_to(monkeypatch):
         hidden = output_of("ltx2", model, **given)
         assert "attention mask" in patch.summary()
     assert relative_error(hidden, output_of("ltx2", model, **given)) <= EXACT.limits.fp32
+
+
+@pytest.mark.parametrize(
+    ("mask", "kept"),
+    [
+        (HIDES_THREE, [2, 3, 5, 6]),
+        (HIDES_NOTHING, list(range(7))),
+        (HIDES_SOME, None),  # the samples differ
+        (0.5 * HIDES_NOTHING, None),  # neither kept nor hidden
+        (0 * HIDES_NOTHING, None),  # attends to all tokens alike
+    ],
+)
+def test_hidden_tokens_never_reach_the_blocks(mask, kept):
+    model, seen = tiny_family_transformer("ltx2"), []
+    model.transformer_blocks[0].register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
+    given = {"encoder_attention_mask": mask, "audio_encoder_attention_mask": HIDES_NOTHING}
+    expected = output_of("ltx2", model, **given)
+    with trp.patch(model):
+        assert relative_error(output_of("ltx2", model, **given), expected) <= EXACT.limits.fp32
+    whole, ours = seen
+    assert whole["encoder_attention_mask"] is not None
+    assert (ours["encoder_attention_mask"] is None) == (kept is not None)
+    tokens = whole["encoder_hidden_states"]
+    assert torch.equal(ours["encoder_hidden_states"], tokens if kept is None else tokens[:, kept])
 
 
 def test_a_norm_with_a_hook_is_called_once():

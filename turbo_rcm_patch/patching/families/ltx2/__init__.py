@@ -63,8 +63,8 @@ LINEARS["feed_forward"] = tuple(f"{ff}.{name}" for ff in ("ff", "audio_ff") for 
 
 def _more(transformer: LTX2VideoTransformer3DModel, config: PatchConfig) -> Targets:
     time_embed = ("time_embed", transformer.time_embed, time_embed_forward)
-    # Under a hook, such as model offloading, that holds the old forward, masks that hide nothing are not left out, and
-    # the model goes without graphs.
+    # Under a hook, such as model offloading, that holds the old forward, masks are not left out, and the model goes
+    # without graphs.
     if hook_in_place_of_forward(transformer):
         return [time_embed]
     return [("", transformer, transformer_forward), time_embed]

@@ -64,7 +64,7 @@ _SIGNATURE = inspect.signature(LTX2VideoTransformer3DModel.forward)
 def transformer_forward(
     self: LTX2VideoTransformer3DModel, *args: object, **kwargs: object
 ) -> AudioVisualModelOutput | tuple[torch.Tensor, torch.Tensor]:
-    """Run LTX2VideoTransformer3DModel.forward without masks of prompts that hide nothing. Bound on instances.
+    """Run LTX2VideoTransformer3DModel.forward without masks of prompts, where they can be left out. Bound on instances.
 
     Replay it from a CUDA graph if that is safe and faster.
     """
