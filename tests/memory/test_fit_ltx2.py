@@ -11,7 +11,7 @@ from turbo_rcm_patch.memory.checks import is_hooked
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.empty_models import empty_models
 from turbo_rcm_patch.memory.needs import models_by_preset, needs
-from turbo_rcm_patch.memory.stages import Patched, Video, stages_of
+from turbo_rcm_patch.memory.stages import Patched, Video, stages_of, unpatched_stages
 from turbo_rcm_patch.patching.families.vae.sizes import compression
 
 SIZE = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES}
@@ -111,5 +111,8 @@ def test_a_denoising_step_holds_the_tensors_of_a_block(real_models):
     stages = {s.name: s for s in stages_of(Patched(real_models, trp.Exact(), samples=2), SMALL)}
     least = 2 * 6144 * 2 * (2 * 4096 + 4 * 4096)
     assert least < stages["denoising"].computing < 10 * least
+    unpatched = {s.name: s for s in unpatched_stages(Patched(real_models, trp.Exact(), samples=2), SMALL)}
+    assert list(unpatched) == ["denoising, unpatched"]  # its VAE is not patched
+    assert unpatched["denoising, unpatched"].computing > stages["denoising"].computing
     layers = 49 * 1024 * 3840 * 2
     assert stages["text encoding"].computing > 3 * 2 * layers + 1024 * 262208 * 2

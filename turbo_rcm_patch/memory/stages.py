@@ -136,9 +136,10 @@ def graphs_bytes(models: Mapping[str, nn.Module]) -> int:
 def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
     """Yield the stages that take other memory in diffusers' own code."""
     vae = patched.models.get("vae")
+    kept = sound.kept_prompts_bytes(patched.models, patched.samples) if sound.has_sound(patched.models) else 0
     for name, model in patched.models.items():
         if family_of(model) is not None:
-            yield Stage("denoising, unpatched", (name,), _unpatched_denoising_bytes(name, patched, video))
+            yield Stage("denoising, unpatched", (name,), _unpatched_denoising_bytes(name, patched, video) + kept)
     if vae is not None and is_vae(vae):  # others are not patched
         decoding = [unpatched_decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
         yield Stage("decoding, unpatched", ("vae",), *decoding)
