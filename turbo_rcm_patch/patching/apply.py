@@ -23,7 +23,17 @@ from .sampling.step_count import Steps, why_not_countable
 from .steps.block_sparse import why_trained_otherwise
 from .steps.plan import SHARED
 from .steps.sparse_linear import use_processors, why_not_sparse
-from .summary import Row, Section, as_html, as_text, decoder_rows, plan_rows, transformer_section, vae_section
+from .summary import (
+    Row,
+    Section,
+    as_html,
+    as_text,
+    decoder_rows,
+    plan_rows,
+    transformer_section,
+    unknown_line,
+    vae_section,
+)
 from .weights.convert import (
     convert_weights,
     convertible_linears,
@@ -51,6 +61,7 @@ class Patch:
         config: the configuration.
         transformers: the patched models by their name in the pipeline.
         vae: the VAE whose decoder is patched, or that `patch` left unpatched for a reason. None if there is no VAE.
+        unknown: a pipeline's transformers by name, if no family knows them and only its VAE is patched.
     """
 
     def __init__(
@@ -59,10 +70,12 @@ class Patch:
         config: PatchConfig,
         target: object,
         vae: torch.nn.Module | None = None,
+        unknown: dict[str, torch.nn.Module] | None = None,
     ):
         self.transformers = transformers
         self.config = config
         self.vae = vae
+        self.unknown = unknown or {}
         self._target = weakref.ref(target)
 
     @property
@@ -98,7 +111,8 @@ class Patch:
 
     def _sections(self) -> list[Section]:
         patched = _only_patched(self.transformers).items()
-        sections = [self._placed(transformer_section(name, model), name, model) for name, model in patched]
+        sections = [Section([(unknown_line(name, model), [])], []) for name, model in self.unknown.items()]
+        sections += [self._placed(transformer_section(name, model), name, model) for name, model in patched]
         vae = self.vae if self.vae is not None else getattr(self._target(), "vae", None)
         if self.vae is not None or (isinstance(vae, torch.nn.Module) and vae_family.vae_state(vae) is not None):
             sections.append(self._placed(vae_section(vae, self.config), "vae", vae))
@@ -129,7 +143,7 @@ class Patch:
 
     def _patched(self) -> dict[str, torch.nn.Module]:
         """Return the models that `restore` undoes."""
-        return _restorable(self.transformers, self.vae)
+        return _restorable(self.transformers | self.unknown, self.vae)
 
     def _graphs(self) -> list[ModelGraphs]:
         models = _only_patched(self.transformers).values()
@@ -164,14 +178,16 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
         target: a diffusers pipeline with a `transformer` (and possibly a `transformer_2`), one of the transformers in
             `families`, or an AutoencoderKLWan. A pipeline's VAE of another class is not changed. A VAE that is patched
             already, because pipelines share it, keeps that patch. A VAE that was patched alone is restored with this
-            pipeline.
+            pipeline. The exact tier patches only the VAE of a pipeline whose transformers are of unknown families. A
+            warning and the summary say so.
         config: a configuration (`Exact`, `Quantized`, `Sparse`, `BlockSparse`) or the name of a preset.
 
     A call that another thread begins during the patch waits until the patch is complete. Packages newer than tested are
     warned of once (versions.py).
 
     Raises PatchError if:
-        the model is of an unknown family, patched already, compiled, or under a hook that holds its old forward
+        the model is of an unknown family (and, in a pipeline, the VAE is not patched either)
+        the model is patched already, compiled, or under a hook that holds its old forward
         the tier needs 8-bit weights, and the weights are offloaded to disk
         the model lacks the weights that the sparse tier needs
         another thread is in a call of the model, in any tier but the exact one
@@ -202,10 +218,26 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
     """Patch as `patch` does, with ``prepare(journal, name, transformer)`` to change each transformer's weights."""
     warn_of_untested()
     transformers, vae = _models_of(target)
+    only_vae = _is_only_vae_known(transformers, vae, config)
+    transformers, unknown = ({}, transformers) if only_vae else (transformers, {})
     # A call that is partly exact is as good as exact.
     with no_other_calls("patch", {} if isinstance(config, Exact) else transformers):
         vae = _check(target, config, transformers, vae)
-        return _change(target, config, transformers, vae, prepare)
+        patch = _change(target, config, transformers, vae, unknown, prepare)
+    for name, model in unknown.items():
+        logger.warning("%s", unknown_line(name, model))
+    return patch
+
+
+def _is_only_vae_known(
+    transformers: dict[str, torch.nn.Module], vae: torch.nn.Module | None, config: PatchConfig
+) -> bool:
+    """True if no family knows a pipeline's transformers, and the exact tier can patch its VAE, or did."""
+    if not transformers or not isinstance(config, Exact) or not config.vae:
+        return False
+    if any(family_of(getattr(model, "_orig_mod", model)) is not None for model in transformers.values()):
+        return False
+    return vae is not None and (_JOURNAL in vae.__dict__ or vae_family.why_left_alone(vae) is None)
 
 
 def _check(
@@ -242,6 +274,7 @@ def _change(
     config: PatchConfig,
     transformers: dict[str, torch.nn.Module],
     vae: torch.nn.Module | None,
+    unknown: dict[str, torch.nn.Module],
     prepare: Callable[[Journal, str, torch.nn.Module], None],
 ) -> Patch:
     steps = None if isinstance(target, torch.nn.Module) else Steps(target)
@@ -272,7 +305,7 @@ def _change(
             journal.forget_parameters()
     if vae is not None and (state := vae_family.vae_state(vae)) is not None:
         state.users.update(transformers.values())
-    return Patch(transformers, config, target, vae)
+    return Patch(transformers, config, target, vae, unknown)
 
 
 def _bind(journal: Journal, model: torch.nn.Module, bindings: Iterable[Binding]) -> None:

@@ -124,6 +124,12 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     return Section(tables, [*notes, *family.notes(transformer), footer])
 
 
+def unknown_line(name: str, model: nn.Module) -> str:
+    """Return a line on a transformer that no family knows, in a pipeline whose VAE is patched."""
+    kind = type(getattr(model, "_orig_mod", model)).__name__
+    return f"{name}: {kind}, as without the patch: its class is unknown; only the VAE is patched"
+
+
 def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
     """Return a row for each step of a VAE's decoder, then notes, or why the VAE is not patched.
 

@@ -1,0 +1,119 @@
+"""Pipelines whose transformer no family knows: their VAE is patched, and the summary says what is not."""
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DPMSolverMultistepScheduler,
+    SanaVideoPipeline,
+    SanaVideoTransformer3DModel,
+)
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.tiny_vae import tiny_vae
+from tests.tiny_wan import seeded, tiny_wan_pipeline
+from turbo_rcm_patch.patching.families.vae.forward import vae_state
+
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
+CROSS = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 12, "cross_attention_dim": 24}
+
+
+def sana_pipeline(vae=None):
+    options = {**HEADS, **CROSS, "caption_channels": 8, "qk_norm": "rms_norm_across_heads"}
+    transformer = seeded(1, lambda: SanaVideoTransformer3DModel(**options))
+    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    parts = {"transformer": transformer, "vae": vae or tiny_vae("wan 2.1, growing"), "scheduler": scheduler}
+    return SanaVideoPipeline(tokenizer=None, text_encoder=None, **parts)
+
+
+def video_of(pipe):
+    prompt = {"prompt_embeds": torch.ones(1, 4, 8), "prompt_attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    size = {"height": 32, "width": 32, "frames": 5, "use_resolution_binning": False}
+    call = {"guidance_scale": 1.0, "num_inference_steps": 1, "output_type": "np", "negative_prompt": None}
+    pipe.set_progress_bar_config(disable=True)
+    frames = pipe(**prompt, **size, **call, generator=torch.Generator().manual_seed(0)).frames
+    return torch.from_numpy(frames)
+
+
+def test_the_vae_is_patched_and_the_transformer_named(caplog):
+    pipe = sana_pipeline()
+    expected, before = video_of(pipe), [set(vars(module)) for module in pipe.transformer.modules()]
+    with trp.patch(pipe) as patch:
+        line = (
+            "transformer: SanaVideoTransformer3DModel, as without the patch: its class is unknown; only the VAE is "
+            "patched"
+        )
+        assert patch.summary().startswith(f"{line}\n\nvae: AutoencoderKLWan, decoder, float32 on cpu")
+        assert "video output: " in patch.summary()
+        assert [r.message for r in caplog.records if r.name.startswith("turbo_rcm_patch")] == [line]
+        assert {row.blocks for row in patch.rows()} == {"decoder"}
+        assert [set(vars(module)) for module in pipe.transformer.modules()] == before
+        assert relative_error(video_of(pipe), expected) <= 1e-5
+        assert not vae_state(pipe.vae).eager
+    assert vae_state(pipe.vae) is None
+    assert "postprocess_video" not in vars(pipe.video_processor)
+    assert torch.equal(video_of(pipe), expected)
+
+
+def test_restored_by_the_function_and_patched_once():
+    pipe = sana_pipeline()
+    trp.patch(pipe)
+    with pytest.raises(trp.PatchError, match="vae is patched already; call restore"):
+        trp.patch(pipe)
+    trp.restore(pipe)
+    assert vae_state(pipe.vae) is None
+    with pytest.raises(trp.PatchError, match="nothing to restore"):
+        trp.restore(pipe)
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    with trp.patch(pipe):
+        assert vae_state(pipe.vae) is not None
+
+
+def test_a_vae_of_a_patched_pipeline_stays_with_that_pipeline():
+    known = tiny_wan_pipeline()
+    pipe = sana_pipeline(known.vae)
+    patch = trp.patch(pipe)
+    trp.patch(known)
+    with pytest.raises(trp.PatchError, match="nothing to restore"):
+        patch.restore()
+    assert vae_state(known.vae) is not None
+    trp.restore(known)
+    assert vae_state(known.vae) is None
+
+
+UNKNOWN = "cannot patch: transformer is .*SanaVideoTransformer3DModel; supported: "
+
+
+@pytest.mark.parametrize("config", [trp.Exact(vae=False), "quantized", "sparse", "block_sparse"])
+def test_what_is_about_the_transformer_is_refused(config):
+    pipe = sana_pipeline()
+    with pytest.raises(trp.PatchError, match=UNKNOWN):
+        trp.patch(pipe, config)
+    assert vae_state(pipe.vae) is None
+
+
+def test_nothing_known_is_refused():
+    pipe = sana_pipeline()
+    pipe.vae._decode = lambda z, return_dict=True: (z,)
+    with pytest.raises(trp.PatchError, match=UNKNOWN):
+        trp.patch(pipe)
+    for vae in (AutoencoderKL(block_out_channels=(4,), norm_num_groups=1), None):
+        pipe.vae = vae
+        with pytest.raises(trp.PatchError, match=UNKNOWN):
+            trp.patch(pipe)
+    with pytest.raises(trp.PatchError, match="SanaVideoTransformer3DModel; supported: "):
+        trp.patch(sana_pipeline().transformer)
+
+
+def test_a_known_transformer_that_cannot_be_patched_is_refused():
+    """Leaving it alone would hide what its user has to change."""
+    pipe = tiny_wan_pipeline("wan22")
+    pipe.transformer_2 = sana_pipeline().transformer
+    with pytest.raises(trp.PatchError, match=r"transformer_2 is .*SanaVideoTransformer3DModel; supported"):
+        trp.patch(pipe)
+    pipe = tiny_wan_pipeline()
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    with pytest.raises(trp.PatchError, match="patch the model before compiling it"):
+        trp.patch(pipe)
+    assert vae_state(pipe.vae) is None
