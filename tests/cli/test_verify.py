@@ -41,7 +41,7 @@ def test_verify_with_vram_finds_the_same(preset, saved_models, tmp_path, capsys)
     found = []
     for vram in ([], ["--vram", "10GB"]):
         options = ["--model", str(saved_models / "t2v"), "--preset", preset, "--json", str(tmp_path / "verify.json")]
-        assert main(["verify", *options, *TINY[:-2], *vram]) == 0
+        assert main(["verify", *options, *TINY[:-2], "--steps", "1", *vram]) == 0
         found.append(json.loads((tmp_path / "verify.json").read_text()))
     printed = capsys.readouterr().out
     assert "its blocks stream" in printed
@@ -94,7 +94,7 @@ def test_what_must_leave_8_bits_is_found_written_and_taken(model_with_an_outlier
 
 @pytest.mark.usefixtures("cpu_as_a_gpu", "everything_streams")
 def test_the_search_with_vram_finds_the_same(model_with_an_outlier, tmp_path, capsys):
-    options, found = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY[:-2]], []
+    options, found = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY[:-2], "--steps", "1"], []
     for vram in ([], ["--vram", "10GB"]):
         file = tmp_path / f"keep{len(vram)}.json"
         assert main(["verify", *options, "--keep-out", str(file), *vram]) == 0
@@ -110,7 +110,7 @@ def test_a_list_that_does_not_help_is_not_written(model_with_an_outlier, tmp_pat
     file = tmp_path / "keep.json"
     file.write_text("mine")
     damage_block(monkeypatch, verify_module, "transformer.blocks.1", lambda output: 2 * output)
-    options = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY]
+    options = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY, "--steps", "1"]
     assert main(["verify", *options, "--keep-out", str(file)]) == 1
     assert f"{file} is not written" in capsys.readouterr().out
     assert file.read_text() == "mine"

@@ -1,6 +1,7 @@
 """Every change of the table in change_table.py takes effect on a patched model, and `restore` leaves it.
 
-Each is made in the exact tier, and in one more column of its row: these alternate from row to row.
+Each is made in the exact tier, and in one more column of its row: these alternate from row to row. If that is the
+column of graphs, it is the only one: the exact tier runs without a graph before it records one.
 
 The oracle is a model without the patch, but with the tier's arithmetic. diffusers' own forwards run on it. For the
 quantized tier it has the 8-bit weights, dequantised. For the sparse tier it has the attention processors. The
@@ -43,8 +44,10 @@ CONFIGS = {
 def columns_of(change, index):
     """Return the columns of a row that are tested on Wan."""
     others = change.held or [column for column in change.columns if column != "exact"]
-    first = [column for column in change.columns if column == "exact"]
-    return [*first, *([others[index % len(others)]] if others else [])]
+    other = others[index % len(others)] if others else None
+    if other == GRAPHS:
+        return [GRAPHS]
+    return [*(column for column in change.columns if column == "exact"), *([other] if other else [])]
 
 
 CELLS = [

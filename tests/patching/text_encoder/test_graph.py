@@ -107,7 +107,9 @@ def test_a_copy_has_graphs_of_its_own(pipe):
 
 def test_the_plan_counts_the_memory_of_graphs(pipe):
     def peaks():
-        return trp.fit(pipe, "10 GB", height=32, width=48, num_frames=5, device="cpu").peaks
+        plan = trp.fit(pipe, "10 GB", height=32, width=48, num_frames=5, device="cpu")
+        plan.undo()
+        return plan.peaks
 
     before = peaks()
     trp.patch_text_encoder(pipe, cuda_graph=True)
