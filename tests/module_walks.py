@@ -5,6 +5,7 @@ import sys
 from torch import nn
 
 OFFLOADING = "diffusers.hooks.group_offloading"
+TORCHS_MODULES, TORCHS_NAMED_MODULES = nn.Module.modules, nn.Module.named_modules
 
 
 def speed_up():
