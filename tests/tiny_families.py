@@ -5,6 +5,7 @@ from diffusers import (
     AnyFlowFARTransformer3DModel,
     AnyFlowTransformer3DModel,
     ChronoEditTransformer3DModel,
+    HeliosTransformer3DModel,
     LTX2VideoTransformer3DModel,
     SkyReelsV2Transformer3DModel,
     WanAnimateTransformer3DModel,
@@ -94,6 +95,12 @@ def anyflow_far(layers=3, **options):
     )
 
 
+def helios(layers=3, **options):
+    config = {**SMALL, "in_channels": CHANNELS, "num_layers": layers, "rope_dim": (HEAD_DIM - 40, 20, 20), **options}
+    del config["rope_max_seq_len"]
+    return HeliosTransformer3DModel(**config)
+
+
 def ltx2(layers=3, **options):
     return LTX2VideoTransformer3DModel(**{**LTX2, "num_layers": layers, **options})
 
@@ -110,6 +117,8 @@ FAMILIES = {
     "anyflow, a timestep per frame": (anyflow, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
     "anyflow far": (anyflow_far, {}),
     "anyflow far, with a cache": (anyflow_far, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
+    "helios": (helios, {}),
+    "helios, one timestep": (helios, {"zero_history_timestep": False, "guidance_cross_attn": False}),
     "ltx2": (ltx2, {}),
     "ltx2, a timestep per token": (ltx2, {"rope_type": "split"}),
     "ltx2.3": (ltx2, LTX2_3),
@@ -174,6 +183,19 @@ def tiny_family_inputs(name, model, *, seed=7):
         inputs["encoder_hidden_states_image"] = randn(BATCH, 5, IMAGE_DIM)
         inputs["pose_hidden_states"] = randn(BATCH, CHANNELS, FRAMES - 1, HEIGHT, WIDTH)
         inputs["face_pixel_values"] = randn(BATCH, 3, 4 * (FRAMES - 2) + 1, 16, 16)
+    if name.startswith("helios"):
+        inputs |= _helios_history(randn)
+    return inputs
+
+
+def _helios_history(randn):
+    """Earlier frames: as large as the new ones, reduced twofold, and reduced fourfold."""
+    counts = {"long": 4, "mid": 2, "short": 2}
+    *history, new = torch.arange(sum(counts.values()) + FRAMES)[None].split([*counts.values(), FRAMES], 1)
+    inputs = {"indices_hidden_states": new}
+    for (name, count), indices in zip(counts.items(), history, strict=True):
+        inputs[f"indices_latents_history_{name}"] = indices
+        inputs[f"latents_history_{name}"] = randn(BATCH, CHANNELS, count, HEIGHT, WIDTH)
     return inputs
 
 

@@ -11,7 +11,7 @@ from turbo_rcm_patch.tiers import EXACT
 
 # NAMES: a model of each family whose self-attention the steps compute. every_family adds AnyFlow-FAR, whose
 # self-attention is called as a whole.
-NAMES = ("wan", "vace", "skyreels", "animate", "chronoedit", "anyflow", "ltx2")
+NAMES = ("wan", "vace", "skyreels", "animate", "chronoedit", "anyflow", "helios", "ltx2")
 families = pytest.mark.parametrize("name", NAMES)
 every_family = pytest.mark.parametrize("name", [*NAMES, "anyflow far"])
 variants = pytest.mark.parametrize("name", ["wan", *FAMILIES])

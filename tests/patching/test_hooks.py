@@ -1,5 +1,7 @@
 """Users' hooks: on modules with a replaced forward, on modules inside them, beside accelerate's hooks, and global."""
 
+from itertools import cycle
+
 import accelerate
 import pytest
 import torch
@@ -34,8 +36,8 @@ HOOKS = {
 
 OF_WANS_KIND = [name for name in NAMES if name != "ltx2"]
 PLACES = [
-    *((name, "blocks.1", kind) for name, kind in zip(OF_WANS_KIND, 3 * ("after", "before"), strict=True)),
-    *((name, "condition_embedder", kind) for name, kind in zip(OF_WANS_KIND, 3 * ("before", "after"), strict=True)),
+    *((name, "blocks.1", kind) for name, kind in zip(OF_WANS_KIND, cycle(("after", "before")))),
+    *((name, "condition_embedder", kind) for name, kind in zip(OF_WANS_KIND, cycle(("before", "after")))),
     *(("vace", "vace_blocks.0", kind) for kind in HOOKS),
     *(("ltx2", path, "after") for path in ("transformer_blocks.1", "time_embed")),  # their arguments have names
 ]

@@ -91,7 +91,8 @@ def test_lora_hooks_and_a_copy(name):
 
 @pytest.mark.parametrize("fuse", [("self_attention",), ("feed_forward",)])  # the latter calls its module as a whole
 @pytest.mark.parametrize(
-    "name", ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame", "ltx2", "ltx2, a timestep per token"]
+    "name",
+    ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame", "helios", "ltx2", "ltx2, a timestep per token"],
 )
 def test_sparse_linear_attention_to_all_keys_is_attention_and_the_linear_branch(name, fuse):
     model = tiny_family_transformer(name)
@@ -119,6 +120,7 @@ RUNS = {
     "anyflow, a timestep per frame": [0, 6, 12, 18, 30, 36],  # the second sample's first two frames have one timestep
     "anyflow far": [0, 1, 7, 13, 20, 26],  # each sample's first frame is compressed to one token
     "anyflow far, with a cache": [0, 6, 12],
+    "helios": [0, 15, 33, 48, 66],  # each sample's history, then its new frames
 }
 
 
@@ -152,6 +154,7 @@ NOT_FUSED = {
     "vace": "not fused: the control blocks' input and output projections",
     "skyreels, causal": "attention mask (3)",
     "anyflow far": "processor AnyFlowCausalAttnProcessor (3)",
+    "helios": "not fused: the patch embeddings of the history",
     "animate": "not fused: 3 face adapters between the blocks",
 }
 

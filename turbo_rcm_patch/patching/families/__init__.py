@@ -13,13 +13,14 @@ from ...wording import with_article
 from .anyflow import ANYFLOW, ANYFLOW_FAR
 from .chronoedit import CHRONOEDIT
 from .family import Blocks, Family, Pipeline, class_path
+from .helios import HELIOS
 from .ltx2 import LTX2
 from .skyreels_v2 import SKYREELS_V2
 from .wan import WAN
 from .wan_animate import WAN_ANIMATE
 from .wan_vace import WAN_VACE
 
-FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, CHRONOEDIT, ANYFLOW, ANYFLOW_FAR, LTX2)
+FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, CHRONOEDIT, ANYFLOW, ANYFLOW_FAR, HELIOS, LTX2)
 PIPELINES = tuple(pipeline for family in FAMILIES for pipeline in family.pipelines)
 CASES = {name: case for family in FAMILIES for name, case in family.cases.items()}
 SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" for family in FAMILIES)

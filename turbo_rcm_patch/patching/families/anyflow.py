@@ -111,7 +111,7 @@ def call_self_attention(
     return attn(hidden_states=x, rotary_emb=rotary, **beside)
 
 
-def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor, _beside: object) -> torch.Tensor:
     """Call a cross-attention as AnyFlowTransformerBlock does."""
     return attn(hidden_states=x, encoder_hidden_states=context)
 

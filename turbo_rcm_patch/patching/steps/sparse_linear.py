@@ -113,8 +113,10 @@ class SparseAttnProcessor:
     ) -> torch.Tensor:
         """Run hidden_states [B, S, C] -> [B, S, C].
 
-        Raises ValueError for a mask, encoder_hidden_states, or RoPE of keys alone.
+        Raises ValueError for a mask, encoder_hidden_states, or RoPE of keys alone. Helios passes a number of tokens in
+        the last place, which does not matter here.
         """
+        key_rotary_emb = None if isinstance(key_rotary_emb, int) else key_rotary_emb
         if any(given is not None for given in (attention_mask, encoder_hidden_states, key_rotary_emb)):
             raise ValueError("sparse-linear attention is a self-attention without a mask.")
         q, k, v = _project(attn, hidden_states)
@@ -209,7 +211,9 @@ def why_not_replaceable(name: str, attentions: SelfAttentions) -> str | None:
 
 
 def _is_replaceable(attn: nn.Module, form: SparseForm | None) -> bool:
-    return form is not None and type(attn.processor) is form.processor
+    # Helios can multiply the keys of its history, which SparseAttnProcessor does not do.
+    multiplies_keys = getattr(attn, "is_amplify_history", False)
+    return form is not None and type(attn.processor) is form.processor and not multiplies_keys
 
 
 def needs_projections(attentions: SelfAttentions) -> bool:

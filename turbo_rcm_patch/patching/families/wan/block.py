@@ -71,7 +71,7 @@ class WanBlock:
         is_shared: (rotary) -> True if all samples and heads have the same angles.
         call_self: (attn, x, rotary, beside) -> the self-attention's output, called as the block's own forward does.
             beside: what else it is called with, such as a mask.
-        call_cross: (attn, x, context) -> the cross-attention's output, called as the block's own forward does.
+        call_cross: (attn, x, context, beside) -> the cross-attention's output, called as the block's own forward does.
         norm_class: the class of the norms of queries and keys, an RMSNorm with a weight.
     """
 
@@ -100,12 +100,16 @@ class WanBlock:
             return "attention mask"
         return None if self.is_shared(rotary) else "RoPE tables by sample or head"
 
+    def takes_image(self, attn: nn.Module) -> bool:
+        """True if a cross-attention takes an image beside the text."""
+        return getattr(attn, "add_k_proj", None) is not None
+
 
 class WanCall(NamedTuple):
     """One kind of call of a block of Wan's kind.
 
     contexts, context_tokens: prompts, and tokens of each. why_whole: the reason why the inputs need the self-attention
-    to be called as a whole, or None.
+    to be called as a whole, or None. skipped: the tokens of a sample that do not attend to its prompt.
     """
 
     call: Call
@@ -113,6 +117,7 @@ class WanCall(NamedTuple):
     contexts: int
     context_tokens: int
     why_whole: str | None = None
+    skipped: int = 0
 
 
 def decide(kind: WanBlock, block: nn.Module, wan_call: WanCall) -> BlockPlan:
@@ -198,9 +203,10 @@ def wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> Ste
 
 def _cross_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage):
     call, stream, attn = wan_call.call, wan_call.stream, block.attn2
+    stream = stream._replace(tokens=stream.tokens - stream.samples * wan_call.skipped)
     asked = None if "cross_attention" in call.config.fuse else NOT_ASKED
     reason = asked or why_not_fused_attention(attn, kind, kind.cross_processor)
-    takes_image = getattr(attn, "add_k_proj", None) is not None
+    takes_image = kind.takes_image(attn)
     if reason is not None:
         names, run = CROSS_STEPS_WITH_IMAGE if takes_image else CROSS_STEPS, partial(kind.call_cross, attn)
         return _whole(block.norm2, "norm", run, stored, stored, call, reason, names, asked)
@@ -261,7 +267,7 @@ def call_self_attention(attn: nn.Module, x: torch.Tensor, rotary: Rotary, mask: 
     return attn(x, None, mask, rotary)
 
 
-def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor, _beside: object) -> torch.Tensor:
     """Call a cross-attention as WanTransformerBlock does."""
     return attn(x, context, None, None)
 

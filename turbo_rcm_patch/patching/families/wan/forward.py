@@ -50,13 +50,13 @@ def block_inputs(
 
 def run_block(block: nn.Module, inputs: Inputs) -> torch.Tensor:
     """Run a block by its plan."""
-    x, context, modulation, rotary, beside = inputs
+    x, context, modulation, rotary, beside, skipped = inputs
     state = state_of(block)
     kind: WanBlock = state.kind
     reason = kind.why_whole(rotary, beside)
     stream = Stream(x.shape[0], x.shape[0] * x.shape[1], gate_varies_by(modulation[2]))
     shift = modulation[0].values if isinstance(modulation[0], kernels.Runs) else modulation[0]
-    call = WanCall(call_of(state, block, x, context, shift), stream, *context.shape[:2], reason)
+    call = WanCall(call_of(state, block, x, context, shift), stream, *context.shape[:2], reason, skipped)
     plan = state.plans.get(block, call, partial(decide, kind))
     if _may_compile_ahead(state, rotary, x, context):
         state.shared.compiles_ahead = False

@@ -38,12 +38,15 @@ def sub_layer_terms(
     kept = x.float()
     for name, module in MODULES.items():
         sub_layer = getattr(plan, name)
-        added = _by_token(gates[name], x) * outputs[module].view(x.shape)
+        skipped = inputs.skipped if name == "cross_attention" else 0
+        output = outputs[module].view(x.shape[0], x.shape[1] - skipped, x.shape[2])
+        added = _by_token(gates[name], x) * nn.functional.pad(output, (0, 0, skipped, 0))
         if not isinstance(sub_layer, Whole):
             stored = x if name == "self_attention" else (kept / plan.residual.scale).to(plan.residual.dtype)
+            stored = stored[:, skipped:].contiguous()
             result = on_the_norm_of(stored, sub_layer).run(torch.zeros_like(stored), *arguments[name])
             scale_of_result = 1.0 if name == "feed_forward" else plan.residual.scale
-            yield name, result.float() * scale_of_result, added
+            yield name, result.float() * scale_of_result, added[:, skipped:]
         kept = kept + added
 
 

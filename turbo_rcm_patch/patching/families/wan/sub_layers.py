@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
     x: hidden states [B, S, C]. context: [B|1, L, C]. modulation: six rows, each [B|1, 1|S, C] or by runs of tokens.
     rotary: the RoPE argument that the block's own forward passes to its self-attention. beside: other arguments of the
-    self-attention, such as a mask. With these it is called as a whole.
+    attentions, such as a mask. skipped: the number of tokens that come first and do not attend to the context.
     """
 
     x: torch.Tensor
@@ -37,6 +37,7 @@ class Inputs(NamedTuple):
     modulation: list[Row]
     rotary: object
     beside: object = None
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,21 +190,26 @@ class BlockPlan:
         in_8_bits = isinstance(self.self_attention, QuantizedSelfAttention)
         return Attends(self.self_attention.attention, in_8_bits)
 
-    def run(self, x, context, modulation, rotary: object, beside: object = None) -> torch.Tensor:
+    def run(self, x, context, modulation, rotary: object, beside: object = None, skipped: int = 0) -> torch.Tensor:
         """Return the block's output for x [B, S, C], a context [B, L, C] and six rows of modulation, each [B, 1|S, C].
 
-        beside: what else the self-attention is called with, as a whole.
+        beside, skipped: as in `Inputs`. beside counts if an attention is called as a whole.
         """
         shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = modulation
         if isinstance(self.self_attention, Whole):
             x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary, beside)
         else:
             x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary)
-        if isinstance(self.cross_attention, Whole):
-            x = self.cross_attention.run(x, None, None, None, context)
+        if skipped:
+            x = torch.cat([x[:, :skipped], self._attend_to(context, x[:, skipped:].contiguous(), beside)], 1)
         else:
-            x = self.cross_attention.run(x, context)
+            x = self._attend_to(context, x, beside)
         return self.feed_forward.run(x, c_shift_msa, c_scale_msa, c_gate_msa)
+
+    def _attend_to(self, context, x, beside: object) -> torch.Tensor:
+        if isinstance(self.cross_attention, Whole):
+            return self.cross_attention.run(x, None, None, None, context, beside)
+        return self.cross_attention.run(x, context)
 
     def rows(self) -> Iterator[tuple[str, str, tuple[Step, ...]]]:
         """(sub-layer, step, what it consists of) in order."""

@@ -1,0 +1,185 @@
+"""Helios makes a video chunk by chunk: its hidden states are tokens of earlier frames, the history, then of new ones.
+
+The block is Wan's, with differences. The history has timestep 0, so that each sample has two runs of tokens with one
+row of modulation each. Only the new frames attend to the prompt. RoPE's cos and sin are one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from diffusers.models.transformers.transformer_helios import (
+    HeliosAttention,
+    HeliosAttnProcessor,
+    HeliosTimeTextEmbedding,
+    HeliosTransformer3DModel,
+    HeliosTransformerBlock,
+)
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...config import PatchConfig
+from ...kernels import MAX_RUNS
+from ...plain import is_autocast
+from ..cuda_graphs import why_not_recorded
+from ..steps.layers import Tables
+from ..steps.plan import SHARED, Shared, state_of
+from .family import Family, Targets
+from .wan.block import WanBlock
+from .wan.forward import run_block
+from .wan.modulation import Row, TokenRuns, modulation
+from .wan.names import WAN_NAMES
+from .wan.parts import FIRST_LAYER, wan_blocks
+from .wan.sub_layers import Inputs
+
+
+class Beside(NamedTuple):
+    """Other arguments of the attentions. new_tokens: of a sample. amplified: keys of its history are multiplied."""
+
+    new_tokens: int | None
+    amplified: bool
+
+
+@dataclass(frozen=True)
+class HeliosBlock(WanBlock):
+    """The differences between Helios's block and Wan's."""
+
+    def why_whole(self, rotary: torch.Tensor, beside: Beside) -> str | None:
+        """Return why a self-attention with these inputs is called as a whole, or None."""
+        return super().why_whole(rotary, None) or ("amplified history" if beside.amplified else None)
+
+    def takes_image(self, attn: nn.Module) -> bool:
+        """False: the processor does not use projections of an image."""
+        return False
+
+
+def block_forward(
+    self: HeliosTransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: torch.Tensor,
+    original_context_length: int | None = None,
+) -> torch.Tensor:
+    """HeliosTransformerBlock.forward on fused ops; bound on instances.
+
+    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, S, 6, C], rotary_emb cos
+    beside sin [B|1, S, 2·D], original_context_length: the new tokens, which come last; returns [B, S, C].
+    """
+    inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, original_context_length)
+    if is_autocast(hidden_states.device):
+        return type(self).forward(self, *inputs)
+    return run_block(self, block_inputs(self, *inputs))
+
+
+def block_inputs(
+    block: HeliosTransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: torch.Tensor,
+    original_context_length: int | None = None,
+) -> Inputs:
+    """Return what the plan runs on, for the arguments of `block_forward`."""
+    tokens = hidden_states.shape[1]
+    history = 0 if original_context_length is None else tokens - original_context_length
+    rows = _rows(block, hidden_states, temb, history)
+    beside = Beside(original_context_length, history > 0 and block.attn1.is_amplify_history)
+    skipped = history if block.guidance_cross_attn else 0
+    return Inputs(hidden_states, encoder_hidden_states, rows, rotary_emb, beside, skipped)
+
+
+def _rows(block: HeliosTransformerBlock, x: torch.Tensor, temb: torch.Tensor, history: int) -> list[Row]:
+    """Return six rows of modulation. temb per token has one row expanded, or equal rows in each of two runs."""
+    shared = state_of(block).shared
+    if temb.ndim == 4 and temb.stride(1) == 0:
+        temb = temb[:, 0]
+    elif temb.ndim == 4:
+        _remember_runs(shared, temb, history)
+    return modulation(block.scale_shift_table, temb, x, shared)
+
+
+def _remember_runs(shared: Shared, temb: torch.Tensor, history: int) -> None:
+    """Keep a row of temb [B, S, 6, C] for the history and one for the new frames of each sample, if these are all."""
+    if torch.compiler.is_compiling() or why_not_recorded((temb,)) is not None:
+        return
+    if temb.is_meta or temb.is_inference():  # neither kind counts writes to it
+        return
+    if shared.runs is not None and shared.runs.made(temb):
+        return
+    samples, tokens = temb.shape[:2]
+    starts = [0, history] if 0 < history < tokens else [0]
+    if samples * len(starts) > MAX_RUNS:
+        return
+    for first, last in zip(starts, [*starts[1:], tokens], strict=True):
+        run = temb[:, first:last]
+        if not torch.equal(run, run[:, :1].expand_as(run)):  # waits for the GPU
+            return
+    every = [sample * tokens + start for sample in range(samples) for start in starts]
+    every = torch.tensor([*every, samples * tokens], dtype=torch.int32, device=temb.device)
+    rows = temb[:, starts].flatten(0, 1).flatten(1)
+    shared.runs = TokenRuns(rows, every, StorageWeakRef(temb.untyped_storage()), temb._version)
+
+
+def angles(rotary: torch.Tensor) -> Tables:
+    """Return views of cos and sin with one angle for each pair of channels, [B|1, S, 1, D/2]."""
+    cos, sin = rotary.unsqueeze(2).chunk(2, dim=-1)
+    return cos[..., 0::2], sin[..., 1::2]
+
+
+def is_shared(rotary: torch.Tensor) -> bool:
+    """True if all samples have the same angles."""
+    return rotary.ndim == 3 and rotary.shape[0] == 1
+
+
+def call_self_attention(attn: nn.Module, x: torch.Tensor, rotary: torch.Tensor, beside: Beside) -> torch.Tensor:
+    """Call a self-attention as HeliosTransformerBlock does."""
+    return attn(x, None, None, rotary, beside.new_tokens)
+
+
+def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor, beside: Beside) -> torch.Tensor:
+    """Call a cross-attention as HeliosTransformerBlock does."""
+    return attn(x, context, None, None, beside.new_tokens)
+
+
+def embedder_forward(
+    self: HeliosTimeTextEmbedding,
+    timestep: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    is_return_encoder_hidden_states: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """HeliosTimeTextEmbedding.forward, which runs before the blocks; bound on instances.
+
+    The call for the history's timestep comes first and does not project the prompt. The blocks are looked at once.
+    """
+    if is_return_encoder_hidden_states:
+        shared: Shared = getattr(self, SHARED)
+        shared.begin_forward()
+    return type(self).forward(self, timestep, encoder_hidden_states, is_return_encoder_hidden_states)
+
+
+def more(transformer: HeliosTransformer3DModel, config: PatchConfig) -> Targets:
+    """Return the condition embedder with its forward."""
+    return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
+
+
+BLOCK = HeliosBlock(
+    HeliosAttention,
+    HeliosAttnProcessor,
+    HeliosAttnProcessor,
+    angles,
+    is_shared,
+    call_self_attention,
+    call_cross_attention,
+)
+HELIOS = Family(
+    HeliosTransformer3DModel,
+    "Helios",
+    (wan_blocks("blocks", HeliosTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),),
+    FIRST_LAYER,
+    WAN_NAMES,
+    more=more,
+    notes=lambda transformer: ["not fused: the patch embeddings of the history; no CUDA graphs"],
+)
