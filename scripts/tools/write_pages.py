@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.tools.pages.block_sparsity import block_sparsity_page
 from scripts.tools.pages.cards import cards_of, cards_table, host_memory, short_cards_table, text_encoder_table
-from scripts.tools.pages.cells import chart, versions
+from scripts.tools.pages.cells import chart, folded, versions
 from scripts.tools.pages.charts import draw_charts, whole_videos
 from scripts.tools.pages.checks import attention_errors_table, kept_table, parts_table, verified_table
 from scripts.tools.pages.conversion import CONVERSION, conversion_table
@@ -32,7 +32,7 @@ from scripts.tools.pages.ops import (
     traffic_table,
 )
 from scripts.tools.pages.sound import sound_table
-from scripts.tools.pages.steps import short_steps, steps_table, whole_videos_table
+from scripts.tools.pages.steps import short_steps, short_tables, steps_table, whole_videos_table
 from scripts.tools.pages.tiny_model import (
     BLOCK_SPARSE,
     LORA,
@@ -51,14 +51,28 @@ PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/tools/write_pages.py -->", "<!-- end of measured -->"
 CARDS = "<!-- cards: written by scripts/tools/write_pages.py -->", "<!-- end of cards -->"
 WRITEUP = "nvidia-h200.json"  # the GPU that the write-up is about
+# Runs of single ops, with the title of their table and its header if it is another one.
+OPS = {
+    "ops": ("Single ops in the model's dtype",),
+    "ops-quantized": ("Single ops in 8 bits", OPS_QUANTIZED_HEADER),
+    "ops-sparse": ("Single sparse ops", OPS_SPARSE_HEADER),
+}
+# The newest first. Others come before these.
+GPUS = ("nvidia-h200", "nvidia-h100")
 INTRODUCTION = """# Results
+
+All figures that were measured. Each GPU, the newest first, begins with a summary. Its tables open at a click. A result
+that misses its target is bold. [The designs that were tried](../docs/designs.md) have a page of their own.
+
+<details markdown="1"><summary>Where the figures come from</summary>
 
 `python scripts/tools/write_pages.py` writes this page from the JSON files beside it. `python
 scripts/benchmarks/gpu_session.py --results results` writes those files, except for six: `conversion.json` by
 `conversion.py`, `block-sparse-tiny.json` by `measure_block_sparsity.py` and `sparse-tiny.json` by `evaluate_sparse.py`,
 all in `scripts/benchmarks/`; `training.json` by `train_embedded.py` and `lora-tiny.json` by `train_lora.py` in
-`scripts/training/`; and `side-by-side.json` by `turbo-rcm compare`. A result that misses its target is bold.
-[The designs that were tried](../docs/designs.md) have a page of their own.
+`scripts/training/`; and `side-by-side.json` by `turbo-rcm compare`.
+
+</details>
 """
 
 
@@ -111,15 +125,18 @@ def _short(path: Path, runs: dict, others: Iterable[dict]) -> str:
 
 
 def results_page(folder: Path) -> str:
-    """Return the page of all tables: for each GPU what was measured, then what the embedded model shows."""
+    """Return the page of all tables: for each GPU what was measured, then what the embedded model shows.
+
+    Details are folded.
+    """
     training = json.loads((folder / TRAINING).read_text()) if (folder / TRAINING).exists() else None
     parts = [INTRODUCTION]
-    for path in result_files(folder):
+    for path in sorted(result_files(folder), key=_age):
         results = json.loads(path.read_text())
         parts.append(f"## {results['gpu']}\n")
         parts.append(_measured(path, results["runs"], results.get("tests", [])))
+        parts.append(folded("The tiny model's accuracy", evaluated(path.name, results["runs"], training)))
         parts.append(sanitizers_sentence(results.get("sanitizers", {})))
-        parts.append(evaluated(path.name, results["runs"], training))
     if (folder / BLOCK_SPARSE).exists():
         timed = (json.loads(path.read_text())["runs"].get("ops-sparse") for path in result_files(folder))
         measured = json.loads((folder / BLOCK_SPARSE).read_text())
@@ -135,49 +152,66 @@ def results_page(folder: Path) -> str:
     return "\n".join(filter(None, parts))
 
 
+def _age(path: Path) -> int:
+    """Return the place of a GPU's results on the page, the newest GPU first."""
+    return next((place for place, name in enumerate(GPUS, 1) if path.stem.startswith(name)), 0)
+
+
 def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
-    """Return the steps, ops, checks, traffic and modules of one GPU, and the versions with which its tests passed."""
+    """Return a summary of what one GPU ran, then all tables, folded."""
     environments = {versions(run["environment"]): None for run in runs.values() if "environment" in run}
-    parts = [f"From `{path.name}`: {'; '.join(environments)}.\n"] if environments else []
-    if tests:
-        parts.append(tests_table(tests))
     steps = {name: run for name, run in runs.items() if "variants" in run and name not in whole_videos(runs)}
-    traffic = [run for run in runs.values() if "pass_bytes" in run]
-    if steps:
-        parts.append(chart(path, "steps", "Speed-up of a denoising step over eager diffusers"))
-        parts.append(steps_table(steps))
-    if whole_videos(runs):
-        parts.append(whole_videos_table(whole_videos(runs)))
-    if "first-step" in runs:
-        parts.append(first_step(runs["first-step"]))
-    if "host-time" in runs:
-        parts.append(host_time(runs["host-time"]))
-    parts += [sound_table(run) for run in runs.values() if "sound" in run]
-    parts += [memory_cap(run) for run in runs.values() if "cap_bytes" in run]
-    parts += [cards_table(run) for run in cards_of(runs)]
-    parts += [host_memory(run) for run in runs.values() if "host_memory" in run]
-    if "text-encoder" in runs:
-        parts.append(text_encoder_table(runs["text-encoder"]))
-    parts += [group_offload_table(run) for run in runs.values() if "offloaded_steps" in run]
-    if "ops" in runs:
-        parts.append(ops_table(runs["ops"]))
-    if "ops-quantized" in runs:
-        parts.append(ops_table(runs["ops-quantized"], OPS_QUANTIZED_HEADER))
-    if "ops-sparse" in runs:
-        parts.append(ops_table(runs["ops-sparse"], OPS_SPARSE_HEADER))
     verified = {name: run for name, run in runs.items() if "blocks" in run}
-    if verified:
-        parts.append(verified_table(verified))
-    parts += [parts_table(run) for run in runs.values() if run.get("parts")]
-    if "attention-error" in runs:
-        parts.append(attention_errors_table(runs["attention-error"]))
-    parts += [kept_table(name, run) for name, run in runs.items() if run.get("kept")]
+    traffic = [run for run in runs.values() if "pass_bytes" in run]
+    parts = [
+        chart(path, "steps", "Speed-up of a denoising step over eager diffusers") if steps else "",
+        short_tables(runs),
+        folded(
+            "Versions, and the tests on this GPU",
+            f"From `{path.name}`: {'; '.join(environments)}.\n" if environments else "",
+            tests_table(tests) if tests else "",
+        ),
+        folded("All variants of a denoising step", steps_table(steps) if steps else ""),
+        folded("All variants of a whole video", whole_videos_table(whole_videos(runs)) if whole_videos(runs) else ""),
+        folded("Models within a cap of memory, and streaming", *_within_memory(runs)),
+        folded("The first step, and the host's time", *_host(runs)),
+        folded("Video with sound", *(sound_table(run) for run in runs.values() if "sound" in run)),
+        *(folded(title, ops_table(runs[name], *header)) for name, (title, *header) in OPS.items() if name in runs),
+        folded(
+            "Errors of blocks, of their parts and of decoding",
+            verified_table(verified) if verified else "",
+            *(parts_table(run) for run in runs.values() if run.get("parts")),
+            attention_errors_table(runs["attention-error"]) if "attention-error" in runs else "",
+        ),
+        folded(
+            "The key blocks that layers keep",
+            *(kept_table(name, run) for name, run in runs.items() if run.get("kept")),
+        ),
+    ]
     if traffic:
-        parts += [chart(path, "traffic", "Memory traffic of a Wan block"), traffic_table(traffic)]
+        table = traffic_table(traffic)
+        parts.append(folded("Memory traffic", chart(path, "traffic", "Memory traffic of a Wan block"), table))
     if "implementations" in runs:
-        parts.append(chart(path, "modules", "Speed-up of the attention modules"))
-        parts.append(implementations_table(runs["implementations"]))
-    return "\n".join(parts)
+        table = implementations_table(runs["implementations"])
+        picture = chart(path, "modules", "Speed-up of the attention modules")
+        parts.append(folded("The attention modules against each other", picture, table))
+    return "\n".join(filter(None, parts))
+
+
+def _within_memory(runs: dict) -> Iterator[str]:
+    yield from (cards_table(run) for run in cards_of(runs))
+    if "text-encoder" in runs:
+        yield text_encoder_table(runs["text-encoder"])
+    yield from (memory_cap(run) for run in runs.values() if "cap_bytes" in run)
+    yield from (host_memory(run) for run in runs.values() if "host_memory" in run)
+    yield from (group_offload_table(run) for run in runs.values() if "offloaded_steps" in run)
+
+
+def _host(runs: dict) -> Iterator[str]:
+    if "first-step" in runs:
+        yield first_step(runs["first-step"])
+    if "host-time" in runs:
+        yield host_time(runs["host-time"])
 
 
 if __name__ == "__main__":

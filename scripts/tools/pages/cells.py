@@ -37,5 +37,12 @@ def decibels(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def folded(title: str, *parts: str) -> str:
+    """Return a part of a page that shows its title alone until a reader opens it, or "" if all its parts are."""
+    text = "\n".join(filter(None, parts)).strip("\n")
+    # The attribute is for the documentation's site, which leaves Markdown in HTML alone without it.
+    return f'<details markdown="1"><summary>{title}</summary>\n\n{text}\n\n</details>\n' if text else ""
+
+
 def chart(path: Path, kind: str, description: str) -> str:
     return f"![{description}]({chart_file(path, kind).name})\n"

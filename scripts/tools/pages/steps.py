@@ -127,9 +127,20 @@ def steps_table(runs: dict) -> str:
 
 
 def short_steps(path: Path, runs: dict, elsewhere: dict | None = None) -> str:
-    """Return the README's tables of steps and whole videos, with the steps' chart, or "" without a real model.
+    """Return the README's tables, below the GPU, the versions and the steps' chart, or "" without a real model.
 
-    The table of steps has a row per real model and tier.
+    elsewhere: runs on other GPUs, whose rows name the GPU.
+    """
+    tables = short_tables(runs, elsewhere)
+    if not tables:
+        return ""
+    environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
+    chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
+    return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, tables))
+
+
+def short_tables(runs: dict, elsewhere: dict | None = None) -> str:
+    """Return tables of steps and whole videos with a row for each real model and tier, or "" without a real model.
 
     elsewhere: runs on other GPUs, whose rows name the GPU.
     """
@@ -141,12 +152,10 @@ def short_steps(path: Path, runs: dict, elsewhere: dict | None = None) -> str:
     steps = real_models(elsewhere | runs)
     steps = sorted(steps.items(), key=lambda step: list(TIERS).index(step[1]["settings"].get("preset", "exact")))
     rows = [short_step_row(name, run, names_gpu=name in elsewhere) for name, run in steps]
-    environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
-    chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
     tables = [table_of(SHORT_STEPS_HEADER, rows)]
     seconds = [_short_seconds_row(name, runs[name], stage, vae) for name, stage, vae in SHORT_SECONDS if name in runs]
     tables += [table_of(SHORT_SECONDS_HEADER, seconds)] if seconds else []
-    return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, "\n".join(tables)))
+    return "\n".join(tables)
 
 
 def short_step_row(name: str, run: dict, *, names_gpu: bool = False) -> list[str]:

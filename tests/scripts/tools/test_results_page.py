@@ -120,6 +120,21 @@ def test_every_measurement_shows_on_the_page(tmp_path):
     assert hidden == []
 
 
+def test_the_newest_gpu_is_first_and_begins_with_a_summary(tmp_path):
+    runs = {"wan2.1-1.3b": MEASURED["wan2.1-1.3b"]}
+    for name in ("nvidia-b200", "nvidia-h100-80gb-hbm3", "nvidia-h200"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"gpu": name, "runs": runs}))
+    page = write_pages.results_page(tmp_path)
+    names = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert names == ["nvidia-b200", "nvidia-h200", "nvidia-h100-80gb-hbm3"]
+    for section in page.split("\n## ")[1:]:
+        summary, *details = section.split('<details markdown="1">')
+        assert steps.short_tables(runs) in summary
+        assert "All variants" not in summary
+        assert all(part.count("</details>") == 1 for part in details)
+        assert not any(part.split("</details>")[1].strip() for part in details)
+
+
 def test_every_target_is_of_a_measurement():
     targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
     assert {name for table in targets for name in table} <= set(gpu_session.MEASUREMENTS)
