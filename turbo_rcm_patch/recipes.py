@@ -21,21 +21,23 @@ INTERMEDIATE_ANGLES = (1.5, 1.4, 1.0)  # rCM's TrigFlow times after the first on
 class Recipe:
     """The sampler settings of a distilled checkpoint. Raises ValueError for values outside these ranges.
 
-    name: a name for messages.
-    solver: how a step goes from σ to the next time σ'.
-        "euler": ``x + (σ' − σ)·v``, no noise after the first.
-        "sde": predict x_0 and noise it anew, ``(1 − σ')·(x − σ·v) + σ'·ε``. ε in fp32, drawn in the last step too.
-        "lcm": the same with x_0 and ε in the model's dtype, ε drawn frame by frame ([B, T, C, H, W]) and none for the
-        last step.
-    sigmas: the times σ of the steps, strictly decreasing in (0, 1], without the final 0.
-    sigma_max: instead of sigmas, rCM's times from this noise-to-signal ratio down.
-    timesteps: the timestep that the network gets in each step. None: 1000·σ in fp32.
-    round_timesteps_to_bf16: round 1000·σ to bf16, as rCM does; the solver's σ stays exact.
-    fewer_steps: True if a generation may have fewer steps, which take the first of the times. rCM's always may.
-    state_dtype: the dtype of x between the steps. "model": the dtype of the network's output.
-    boundary: with two experts, the high-noise one runs while σ >= boundary. None: the pipeline's own boundary_ratio.
-    shift: the sigmas are 1, 1 − 1/steps, … warped by this shift (`shifted`), so that `in_steps` can make longer lists.
-        None: they are not.
+    Attributes:
+        name: a name for messages.
+        solver: how a step goes from σ to the next time σ'.
+            "euler": ``x + (σ' − σ)·v``, no noise after the first.
+            "sde": predict x_0 and noise it anew, ``(1 − σ')·(x − σ·v) + σ'·ε``. ε in fp32, drawn in the last step too.
+            "lcm": the same with x_0 and ε in the model's dtype, ε drawn frame by frame ([B, T, C, H, W]) and none for
+            the last step.
+        sigmas: the times σ of the steps, strictly decreasing in (0, 1], without the final 0.
+        sigma_max: instead of sigmas, rCM's times from this noise-to-signal ratio down.
+        timesteps: the timestep that the network gets in each step. None: 1000·σ in fp32.
+        round_timesteps_to_bf16: round 1000·σ to bf16, as rCM does; the solver's σ stays exact.
+        fewer_steps: True if a generation may have fewer steps, which take the first of the times. rCM's always may.
+        state_dtype: the dtype of x between the steps. "model": the dtype of the network's output.
+        boundary: with two experts, the high-noise one runs while σ >= boundary. None: the pipeline's own
+            boundary_ratio.
+        shift: the sigmas are 1, 1 − 1/steps, … warped by this shift (`shifted`), so that `in_steps` can make longer
+            lists. None: they are not.
     """
 
     name: str

@@ -46,14 +46,17 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
 
     ``use_distilled(pipe, ...)`` installs the one that a checkpoint needs.
 
-    sigmas: the times σ of the steps, strictly decreasing in (0, 1], without the final 0.
-    timesteps: the timestep that the network gets in each step. None: num_train_timesteps · σ.
-    solver: "sde", "euler" or "lcm" (`recipes.Recipe` has their formulas). state_dtype: the dtype of the samples.
-    round_timesteps_to_bf16: True to give the network timesteps rounded to bf16.
-    fewer_steps: True if a generation may have fewer steps, which take the first of the times.
-    num_train_timesteps: the network's timestep at t = 1, a whole number.
-    boundary_timestep: the timestep at which Wan 2.2 changes experts, 0 or more. Rounding moves no timestep across it.
-    recipe: a name for messages.
+    Args:
+        sigmas: the times σ of the steps, strictly decreasing in (0, 1], without the final 0.
+        timesteps: the timestep that the network gets in each step. None: num_train_timesteps · σ.
+        solver: "sde", "euler" or "lcm" (`recipes.Recipe` has their formulas).
+        state_dtype: the dtype of the samples.
+        round_timesteps_to_bf16: True to give the network timesteps rounded to bf16.
+        fewer_steps: True if a generation may have fewer steps, which take the first of the times.
+        num_train_timesteps: the network's timestep at t = 1, a whole number.
+        boundary_timestep: the timestep at which Wan 2.2 changes experts, 0 or more. Rounding moves no timestep across
+            it.
+        recipe: a name for messages.
 
     Arguments are keyword-only, because diffusers' configs lose positional ones. A pipeline passes no generator to
     ``step`` and never scales the first noise. The code that drives the pipeline calls ``bind_generator`` and
@@ -320,12 +323,13 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
 class RCMScheduler(FewStepScheduler):
     """The few-step sampler at rCM's times, with the state in fp64. ``use_rcm(pipe)`` installs it.
 
-    num_train_timesteps: the network's timestep at t = 1.
-    sigma_max: the noise-to-signal ratio of the first time, σ_max/(1 + σ_max). 80 for text, 200 for image to video.
-    stochastic: True for fresh noise in every step, as published for text to video. False for the deterministic ODE.
-    round_timesteps_to_bf16: True to give the network timesteps rounded to bf16, as in training.
-    sigmas: times in place of the published ones, any number, strictly decreasing in (0, 1], without the final 0.
-    boundary_timestep: the timestep at which Wan 2.2 changes experts. Rounding moves no timestep across it.
+    Args:
+        num_train_timesteps: the network's timestep at t = 1.
+        sigma_max: the noise-to-signal ratio of the first time, σ_max/(1 + σ_max). 80 for text, 200 for image to video.
+        stochastic: True for fresh noise in every step, as published for text to video. False for the deterministic ODE.
+        round_timesteps_to_bf16: True to give the network timesteps rounded to bf16, as in training.
+        sigmas: times in place of the published ones, any number, strictly decreasing in (0, 1], without the final 0.
+        boundary_timestep: the timestep at which Wan 2.2 changes experts. Rounding moves no timestep across it.
 
     `FewStepScheduler` says what the code that drives the pipeline calls. Raises ValueError for values outside these
     ranges.

@@ -37,10 +37,13 @@ def load_embedded_pipeline(
 
     The weights are stored in fp16. Modules that Wan keeps in fp32 are fp32 in every dtype. Sample it with ``use_rcm``.
 
-    sla: True for the weights that scripts/training/train_sparse.py fine-tuned to sparse-linear attention, with its
-        projections. They are for ``trp.patch(pipe, trp.Sparse(blocks=SLA_BLOCKS))``. Without this patch attention is
-        dense. They pay in 4 steps at the default topk of 0.1. In 1 step with topk from 0.2 on, and in 2 from 0.3 on,
-        the dense weights show more of their captions (results/README.md).
+    Args:
+        dtype: of the weights.
+        device: where they go.
+        sla: True for the weights that scripts/training/train_sparse.py fine-tuned to sparse-linear attention, with its
+            projections. They are for ``trp.patch(pipe, trp.Sparse(blocks=SLA_BLOCKS))``. Without this patch attention
+            is dense. They pay in 4 steps at the default topk of 0.1. In 1 step with topk from 0.2 on, and in 2 from 0.3
+            on, the dense weights show more of their captions (results/README.md).
     """
     with without_progress_bars():
         pipe = WanPipeline.from_pretrained(WEIGHTS, scheduler=RCMScheduler(), dtype=dtype, local_files_only=True)

@@ -140,7 +140,8 @@ def fit(
     Args:
         pipe: a diffusers pipeline of a supported family, with its models on the CPU or the GPU.
         vram: the card's memory, such as "8 GB" or a number of bytes. None: what is free on the card now, less 5 %.
-        height, width: of the video, in pixels.
+        height: of the video, in pixels.
+        width: of the video, in pixels.
         num_frames: of the video.
         config: the configuration or preset that `patch` will get, if the pipeline is not patched yet. None: "exact".
         device: the GPU.

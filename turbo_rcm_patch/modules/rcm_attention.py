@@ -35,10 +35,14 @@ PRESETS = ("exact", "quantized")
 class TwoPassRCMAttention(nn.Module):
     """SDPA, the projection, then the skip as a separate operation: the baseline of the other two classes.
 
-    dim: channels C, a multiple of num_heads. qkv_bias: True if qkv has a bias (proj always has).
-    sigma_data: the parameter of EDM's coefficients, which are used without c_skip and c_out.
-    c_skip, c_out: callables that take the timestep, a float or an fp32/fp64 tensor (see coefficients.user). Each
-        returns a number, one per sample [B], or any shape that the ops take.
+    Args:
+        dim: channels C, a multiple of num_heads.
+        num_heads: heads of the attention.
+        qkv_bias: True if qkv has a bias (proj always has).
+        sigma_data: the parameter of EDM's coefficients, which are used without c_skip and c_out.
+        c_skip: a function that takes the timestep, a float or an fp32/fp64 tensor (see coefficients.user), and returns
+            a number, one per sample [B], or any shape that the ops take.
+        c_out: the same, for the output of the block.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -64,9 +68,14 @@ class TwoPassRCMAttention(nn.Module):
     def forward(self, x: torch.Tensor, timestep: Time, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return [B, N, C] in the residual's dtype. At timestep 0 it is the residual.
 
-        x, residual: [B, N, C]; the residual defaults to x. timestep: a number, 0-d, or per sample [B]. Raises
-        ValueError for shapes that do not fit and for a negative or NaN timestep. Under torch.compile a number is a
-        constant of the graph: pass timesteps as tensors there.
+        Args:
+            x: [B, N, C].
+            timestep: a number, 0-d, or per sample [B]. Under torch.compile a number is a constant of the graph: pass
+                timesteps as tensors there.
+            residual: [B, N, C]. None: x.
+
+        Raises:
+            ValueError: shapes do not fit, or a timestep is negative or NaN.
         """
         residual = x if residual is None else residual
         self._check(x, residual, timestep)
@@ -115,12 +124,16 @@ class TorchFusedRCMAttention(TwoPassRCMAttention):
 class FusedRCMAttention(TwoPassRCMAttention):
     """Attention on the Triton kernels, then projection and skip in one GEMM that stores only the result.
 
-    implementation: "auto" takes the kernels that were measured to be as fast as PyTorch's (kernels/choice/measured.py),
-    and torch where no GPU is. "triton" and "torch" insist on one (kernels/dispatch.py).
+    Args:
+        implementation: "auto" takes the kernels that were measured to be as fast as PyTorch's
+            (kernels/choice/measured.py), and torch where no GPU is. "triton" and "torch" insist on one
+            (kernels/dispatch.py).
+        preset: "exact" or "quantized". The other arguments are those of `TwoPassRCMAttention`.
+
     Under autocast, and if proj is not a plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
     two-pass version, because the kernels read proj's weights directly.
 
-    preset: "exact" or "quantized". The latter runs both projections in int8 and attention as SageAttention2: QKᵀ in
+    The preset "quantized" runs both projections in int8 and attention as SageAttention2: QKᵀ in
     int8, and PV in e4m3, before sm_89 in fp16. The parameters keep their dtype. 8-bit copies are kept beside them until
     they change (eight_bit_copies.py says which changes are detected). `why_exact` says why a call runs as with "exact"
     nevertheless. The error of ``proj(attention(qkv(x)))`` is within the tier's limit, 5 %, unless attention is very

@@ -14,9 +14,17 @@ class SparseLinearAttention(nn.Module):
     The formulas are in kernels/sparse_linear/sparse_linear_attention.py. All heads share proj_l, a
     Linear(head_dim, head_dim). It starts at 0, so that training from a dense model begins with softmax alone.
 
-    topk: the share of key blocks that each block of queries keeps. block_q, block_k: the tokens of a block in the
-    checkpoint's training. Give both or neither; without them the published sizes for the device are used. quantized:
-    True for softmax in 8 bits. implementation: "auto", "triton" or "torch". Raises ValueError for invalid values.
+    Args:
+        head_dim: channels of a head.
+        topk: the share of key blocks that each block of queries keeps.
+        block_q: the queries of a block in the checkpoint's training. Give both sizes or neither; without them the
+            published sizes for the device are used.
+        block_k: the keys of a block.
+        quantized: True for softmax in 8 bits.
+        implementation: "auto", "triton" or "torch".
+
+    Raises:
+        ValueError: a value is invalid.
     """
 
     def __init__(

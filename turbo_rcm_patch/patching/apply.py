@@ -185,14 +185,14 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     A call that another thread begins during the patch waits until the patch is complete. Packages newer than tested are
     warned of once (versions.py).
 
-    Raises PatchError if:
-        the model is of an unknown family (and, in a pipeline, the VAE is not patched either)
-        the model is patched already, compiled, or under a hook that holds its old forward
-        the tier needs 8-bit weights, and the weights are offloaded to disk
-        the model lacks the weights that the sparse tier needs
-        another thread is in a call of the model, in any tier but the exact one
-        a name in `keep` fits nothing in the model, or the list is another model's (this is a ValueError too)
-    Raises ValueError for an unknown preset, TypeError for a config of another type.
+    Raises:
+        PatchError: the model is of an unknown family (and, in a pipeline, the VAE is not patched either). Or the model
+            is patched already, compiled, or under a hook that holds its old forward. Or the tier needs 8-bit weights,
+            and the weights are offloaded to disk. Or the model lacks the weights that the sparse tier needs. Or another
+            thread is in a call of the model, in any tier but the exact one. Or a name in `keep` fits nothing in the
+            model, or the list is another model's (this is a ValueError too).
+        ValueError: the preset is unknown.
+        TypeError: the config is of another type.
     """
     config = resolve_config(config)
     if type(config) in _REFUSALS:
@@ -319,12 +319,10 @@ def restore(target: object) -> None:
 
     A VAE that another patched pipeline shares stays patched, unless it is itself the target.
 
-    Raises PatchError if:
-        none of the models is patched
-        an unknown hook holds a patched forward
-        the original weights were freed
-        the 8-bit weights are sharded, or the weights are offloaded to disk
-        another thread is in a call of the model, in any tier but the exact one
+    Raises:
+        PatchError: none of the models is patched, an unknown hook holds a patched forward, or the original weights were
+            freed. Or the 8-bit weights are sharded, or the weights are offloaded to disk. Or another thread is in a
+            call of the model, in any tier but the exact one.
     """
     transformers, vae = _models_of(target)
     transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers.items()}

@@ -48,27 +48,28 @@ def use_distilled(
 ) -> DistilledHandle:
     """Load a LoRA if one is given, and let ``pipe(...)`` sample in the few steps of its distillation.
 
-    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline, WanVACEPipeline, LTX2Pipeline or
-        LTX2ImageToVideoPipeline, patched or not, or a modular Wan pipeline. A modular one rounds timesteps to its
-        prompt's dtype and gives the sampler fp32, whatever the recipe says.
-    source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
-        two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. (None, low) loads a LoRA for
-        one expert only, and both experts take the recipe's steps. None: the pipeline itself is distilled. A LoRA's
-        alpha is read from tensors of its file, the file's header or PEFT's adapter_config.json beside it. LoKr and LoHa
-        are added to the weights, as differences are, and the CPU keeps those weights' old values for ``restore()``.
-        Load them before a patch that puts linears into 8 bits.
-    recipe: the name of one of `RECIPES`, or your own Recipe. None: recognised by the names and contents of the files,
-        or of the loaded checkpoint (``transformer.config._name_or_path``).
-    scale: the strength of the LoRA's matrices and of its differences (of biases, norms, modulation, patch embedding),
-        or a pair (high, low) for two transformers. Differences are written into the parameters. So later changes to
-        PEFT's layers (``set_adapters``, ``disable_lora``, ``fuse_lora`` with a scale, hot swaps) affect only the
-        matrices. After ``disable_lora`` the next call warns about this. If a LoRA is loaded later, diffusers makes it
-        the only active one, and the next call warns and says how to keep both. ``restore()`` removes matrices and
-        differences.
-    steps: more steps than the recipe's, such as 6 or 8 for lightx2v and Lightning, at its authors' spacing. None: the
-        recipe's own number. Other recipes have no such spacing: give a Recipe with sigmas of your own.
-    classifier_free_guidance: True if guidance_scale counts. By default a value above 1 is taken as 1, with one warning,
-        and a modular pipeline's guiders are disabled. LTX-2's guidance of all kinds is off by default.
+    Args:
+        pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline, WanVACEPipeline, LTX2Pipeline or
+            LTX2ImageToVideoPipeline, patched or not, or a modular Wan pipeline. A modular one rounds timesteps to its
+            prompt's dtype and gives the sampler fp32, whatever the recipe says.
+        source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For
+            the two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. (None, low) loads a
+            LoRA for one expert only, and both experts take the recipe's steps. None: the pipeline itself is distilled.
+            A LoRA's alpha is read from tensors of its file, the file's header or PEFT's adapter_config.json beside it.
+            LoKr and LoHa are added to the weights, as differences are, and the CPU keeps those weights' old values for
+            ``restore()``. Load them before a patch that puts linears into 8 bits.
+        recipe: the name of one of `RECIPES`, or your own Recipe. None: recognised by the names and contents of the
+            files, or of the loaded checkpoint (``transformer.config._name_or_path``).
+        scale: the strength of the LoRA's matrices and of its differences (of biases, norms, modulation, patch
+            embedding), or a pair (high, low) for two transformers. Differences are written into the parameters. So
+            later changes to PEFT's layers (``set_adapters``, ``disable_lora``, ``fuse_lora`` with a scale, hot swaps)
+            affect only the matrices. After ``disable_lora`` the next call warns about this. If a LoRA is loaded later,
+            diffusers makes it the only active one, and the next call warns and says how to keep both. ``restore()``
+            removes matrices and differences.
+        steps: more steps than the recipe's, such as 6 or 8 for lightx2v and Lightning, at its authors' spacing. None:
+            the recipe's own number. Other recipes have no such spacing: give a Recipe with sigmas of your own.
+        classifier_free_guidance: True if guidance_scale counts. By default a value above 1 is taken as 1, with one
+            warning, and a modular pipeline's guiders are disabled. LTX-2's guidance of all kinds is off by default.
 
     Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
     Only the call's ``generator`` decides the noise. The log and ``str(handle)`` tell the chosen sampler, how many
@@ -77,7 +78,9 @@ def use_distilled(
 
     Returns a handle with ``restore()``, which also works in a ``with`` statement.
 
-    After an error nothing is changed. Raises:
+    After an error nothing is changed.
+
+    Raises:
         TypeError: the type of the pipeline, source or scale is not supported.
         ValueError: the recipe is unknown, or files are not recognised or do not fit the model.
         ImportError: peft is missing.

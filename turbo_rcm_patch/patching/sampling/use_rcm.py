@@ -21,15 +21,16 @@ def use_rcm(
 ) -> FewStepHandle:
     """Let ``pipe(..., num_inference_steps=4)`` sample in 1 to 4 rCM steps (or at the given sigmas).
 
-    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline, or a modular Wan
-        pipeline, whose transformer is rCM-distilled.
-    sigma_max: the noise-to-signal ratio of the first time. The default is 80. Use 200 for image to video.
-    stochastic: True (the default) for fresh noise in every step, False for the deterministic ODE.
-    round_timesteps_to_bf16: True (the default) to give the network timesteps rounded to bf16, as in training.
-    sigmas: times in place of the published ones, strictly decreasing in (0, 1], without the final 0.
-        If the pipeline's scheduler is an RCMScheduler already (a saved one), None keeps its value of each of these.
-    classifier_free_guidance: True if guidance_scale counts. Distilled models run without guidance, so by default a
-    guidance_scale above 1 (the pipelines' own default is 5) is taken as 1, with one warning.
+    Args:
+        pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline, or a modular Wan
+            pipeline, whose transformer is rCM-distilled.
+        sigma_max: the noise-to-signal ratio of the first time. The default is 80. Use 200 for image to video.
+        stochastic: True (the default) for fresh noise in every step, False for the deterministic ODE.
+        round_timesteps_to_bf16: True (the default) to give the network timesteps rounded to bf16, as in training.
+        sigmas: times in place of the published ones, strictly decreasing in (0, 1], without the final 0.
+            If the pipeline's scheduler is an RCMScheduler already (a saved one), None keeps its value of each of these.
+        classifier_free_guidance: True if guidance_scale counts. Distilled models run without guidance, so by default a
+            guidance_scale above 1 (the pipelines' own default is 5) is taken as 1, with one warning.
 
     Afterwards only the call's ``generator`` decides the noise: the first, then one draw per step. ``latents`` passed to
     the call are taken as unit noise and scaled like it. A video-to-video pipeline takes them as they are.

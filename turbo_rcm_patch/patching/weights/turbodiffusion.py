@@ -52,7 +52,8 @@ def load_turbodiffusion(
         config: a configuration of the tier to patch with, or its preset. None: the one that ``attention`` names.
         attention: "sagesla" (the default) for sparse-linear attention and linears in 8 bits. "sla" for the same in the
             model's dtype. "dense" for weights that were trained without SLA, patched as the preset "exact".
-        topk, blocks: options of `Sparse`, with its defaults. "dense" does not have them.
+        topk: an option of `Sparse`, with its default. "dense" does not have it.
+        blocks: the same.
 
     TurboT2AV's file for LTX-2 has no proj_l. Its sparse attention then has no linear part, and all tiers take the file.
 
@@ -295,19 +296,20 @@ def _from_file_note(file: WholeModel, model: nn.Module) -> str | None:
 def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> list[str]:
     """Add the change of TurboDiffusion's training, ``TurboWan − Wan``, to a model made from Wan: Fun, VACE, Move.
 
-    path, base_path: the weights of TurboWan, and of the Wan that it was trained from. Each has one transformer, in a
-        form that `load_turbodiffusion` takes.
-    target: a loaded transformer that is not patched. Parameters that the two files do not have stay unchanged. Sums are
-        computed in fp32 and rounded once. The target also gets SLA's projections, proj_l. Run it with
-        ``trp.patch(target, "sparse")``.
+    Args:
+        path: the weights of TurboWan: one transformer, in a form that `load_turbodiffusion` takes.
+        base_path: the same of the Wan that it was trained from.
+        target: a loaded transformer that is not patched. Parameters that the two files do not have stay unchanged. Sums
+            are computed in fp32 and rounded once. The target also gets SLA's projections, proj_l. Run it with
+            ``trp.patch(target, "sparse")``.
+
     Returns a line for everything left out: parameters of the target that a file lacks, and tensors of a file that do
     not fit the target. A merge cannot be undone; load the target again instead.
 
-    Nothing is changed if it raises PatchError, which it does if:
-        the model cannot be patched
-        the files cannot be read, or have no common weights for the model
-        weights have scales of another format than TurboDiffusion's
-        the base is TurboWan's
+    Raises:
+        PatchError: the model cannot be patched; or the files cannot be read, or have no common weights for the model;
+            or weights have scales of another format than TurboDiffusion's; or the base is TurboWan's. Nothing is
+            changed then.
     """
     check_patchable(models := transformers_of(target))
     (name, model), *others = models.items()

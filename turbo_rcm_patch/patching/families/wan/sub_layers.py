@@ -200,13 +200,16 @@ class BlockPlan:
             x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary, beside)
         else:
             x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary)
-        others, x = (x[:, :skipped], x[:, skipped:].contiguous()) if skipped else (None, x)
-        if isinstance(self.cross_attention, Whole):
-            x = self.cross_attention.run(x, None, None, None, context, beside)
+        if skipped:
+            x = torch.cat([x[:, :skipped], self._attend_to(context, x[:, skipped:].contiguous(), beside)], 1)
         else:
-            x = self.cross_attention.run(x, context)
-        x = x if others is None else torch.cat([others, x], 1)
+            x = self._attend_to(context, x, beside)
         return self.feed_forward.run(x, c_shift_msa, c_scale_msa, c_gate_msa)
+
+    def _attend_to(self, context, x, beside: object) -> torch.Tensor:
+        if isinstance(self.cross_attention, Whole):
+            return self.cross_attention.run(x, None, None, None, context, beside)
+        return self.cross_attention.run(x, context)
 
     def rows(self) -> Iterator[tuple[str, str, tuple[Step, ...]]]:
         """(sub-layer, step, what it consists of) in order."""
