@@ -200,16 +200,13 @@ class BlockPlan:
             x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary, beside)
         else:
             x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary)
-        if skipped:
-            x = torch.cat([x[:, :skipped], self._attend_to(context, x[:, skipped:].contiguous(), beside)], 1)
-        else:
-            x = self._attend_to(context, x, beside)
-        return self.feed_forward.run(x, c_shift_msa, c_scale_msa, c_gate_msa)
-
-    def _attend_to(self, context, x, beside: object) -> torch.Tensor:
+        others, x = (x[:, :skipped], x[:, skipped:].contiguous()) if skipped else (None, x)
         if isinstance(self.cross_attention, Whole):
-            return self.cross_attention.run(x, None, None, None, context, beside)
-        return self.cross_attention.run(x, context)
+            x = self.cross_attention.run(x, None, None, None, context, beside)
+        else:
+            x = self.cross_attention.run(x, context)
+        x = x if others is None else torch.cat([others, x], 1)
+        return self.feed_forward.run(x, c_shift_msa, c_scale_msa, c_gate_msa)
 
     def rows(self) -> Iterator[tuple[str, str, tuple[Step, ...]]]:
         """(sub-layer, step, what it consists of) in order."""
