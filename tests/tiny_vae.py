@@ -1,7 +1,7 @@
-"""Tiny random VAEs of Wan 2.1 and TI2V-5B, whose every parameter matters, and latents for them."""
+"""Tiny random VAEs of Wan 2.1, TI2V-5B and Qwen-Image, whose every parameter matters, and latents for them."""
 
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
 from tests.tiny_wan import built_once, seeded
 
@@ -14,12 +14,14 @@ KINDS = {
     # With the real models' numbers of channels in relation: shortcuts, and duplicated channels that come out uneven.
     "wan 2.1, growing": {**SMALL, "base_dim": 4, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
     "residual, growing": {**SMALL, **RESIDUAL, "base_dim": 4, "decoder_base_dim": 6, "dim_mult": [1, 2, 4, 4]},
+    "qwen image": {**SMALL, "base_dim": 4, "dim_mult": [1, 2, 4, 4]},
 }
 
 
 @built_once
 def tiny_vae(kind="wan 2.1", dtype=torch.float32, *, seed=5, **options):
-    return seeded(seed, lambda: _with_random_vectors(AutoencoderKLWan(**{**KINDS[kind], **options}))).to(dtype)
+    cls = AutoencoderKLQwenImage if kind == "qwen image" else AutoencoderKLWan
+    return seeded(seed, lambda: _with_random_vectors(cls(**{**KINDS[kind], **options}))).to(dtype)
 
 
 def tiny_latents(frames=3, batch=2, height=HEIGHT, width=WIDTH, dtype=torch.float32, *, seed=6):

@@ -176,10 +176,10 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 
     Args:
         target: a diffusers pipeline with a `transformer` (and possibly a `transformer_2`), one of the transformers in
-            `families`, or an AutoencoderKLWan. A pipeline's VAE of another class is not changed. A VAE that is patched
-            already, because pipelines share it, keeps that patch. A VAE that was patched alone is restored with this
-            pipeline. The exact tier patches only the VAE of a pipeline whose transformers are of unknown families. A
-            warning and the summary say so.
+            `families`, or an AutoencoderKLWan or AutoencoderKLQwenImage. A pipeline's VAE of another class is not
+            changed. A VAE that is patched already, because pipelines share it, keeps that patch. A VAE that was patched
+            alone is restored with this pipeline. The exact tier patches only the VAE of a pipeline whose transformers
+            are of unknown families. A warning and the summary say so.
         config: a configuration (`Exact`, `Quantized`, `Sparse`, `BlockSparse`) or the name of a preset.
 
     A call that another thread begins during the patch waits until the patch is complete. Packages newer than tested are

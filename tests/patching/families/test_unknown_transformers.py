@@ -5,6 +5,9 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SanaVideoPipeline,
     SanaVideoTransformer3DModel,
 )
@@ -54,6 +57,27 @@ def test_the_vae_is_patched_and_the_transformer_named(caplog):
     assert vae_state(pipe.vae) is None
     assert "postprocess_video" not in vars(pipe.video_processor)
     assert torch.equal(video_of(pipe), expected)
+
+
+def test_an_image_pipeline():
+    options = {"num_layers": 1, "attention_head_dim": 12, "num_attention_heads": 2, "joint_attention_dim": 8}
+    transformer = seeded(1, lambda: QwenImageTransformer2DModel(**options, axes_dims_rope=(4, 4, 4)))
+    parts = {"transformer": transformer, "vae": tiny_vae("qwen image"), "scheduler": FlowMatchEulerDiscreteScheduler()}
+    pipe = QwenImagePipeline(tokenizer=None, text_encoder=None, **parts)
+    pipe.set_progress_bar_config(disable=True)
+
+    def image():
+        prompt = {"prompt_embeds": torch.ones(1, 4, 8), "prompt_embeds_mask": torch.ones(1, 4, dtype=torch.long)}
+        call = {"height": 32, "width": 48, "num_inference_steps": 1, "true_cfg_scale": 1.0, "output_type": "pt"}
+        return pipe(**prompt, **call, generator=torch.Generator().manual_seed(0)).images
+
+    expected = image()
+    with trp.patch(pipe) as patch:
+        assert patch.summary().startswith("transformer: QwenImageTransformer2DModel, as without the patch")
+        assert "vae: AutoencoderKLQwenImage, decoder, float32 on cpu" in patch.summary()
+        assert relative_error(image(), expected) <= 1e-5
+        assert not vae_state(pipe.vae).eager
+    assert torch.equal(image(), expected)
 
 
 def test_restored_by_the_function_and_patched_once():

@@ -38,8 +38,9 @@ def assert_same(actual, expected):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_patch_leaves_the_vae_as_it_is_and_restore_leaves_nothing(tmp_path):
-    vae, z = tiny_vae(), tiny_latents()
+@pytest.mark.parametrize("kind", ["wan 2.1", "qwen image"])
+def test_patch_leaves_the_vae_as_it_is_and_restore_leaves_nothing(kind, tmp_path):
+    vae, z = tiny_vae(kind), tiny_latents()
     vae.save_pretrained(tmp_path / "before")
     keys, classes, before = list(vae.state_dict()), [type(m) for m in vae.modules()], attributes(vae)
     parameters = {name: (id(p), p.data_ptr(), p.stride()) for name, p in vae.named_parameters()}
@@ -116,7 +117,8 @@ def test_a_vae_of_another_class_is_left_alone_and_named():
             assert set(vars(vae)) == before
             assert {row.blocks for row in patch.rows()} == {"blocks"}
         if name != "AutoencoderKL":
-            with pytest.raises(trp.PatchError, match=f"cannot patch vae: its class is .*{name}, not AutoencoderKLWan"):
+            known = "AutoencoderKLWan or AutoencoderKLQwenImage"
+            with pytest.raises(trp.PatchError, match=f"cannot patch vae: its class is .*{name}, not {known}"):
                 trp.patch(vae)
     with pytest.raises(trp.PatchError, match="AutoencoderKL; supported"):
         trp.patch(others[0][0])

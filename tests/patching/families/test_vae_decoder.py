@@ -1,22 +1,25 @@
 """The patched decoder computes what diffusers' computes: frame by frame, in chunks, tiles and slices."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import DupUp3D, WanDecoder3d
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import DupUp3D
 
 import turbo_rcm_patch as trp
 from scripts.tools import compile_without_gpu
 from tests.oracle import assert_no_worse, relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.kernels.choice.registry import Op
+from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
 from turbo_rcm_patch.kernels.conv.conv_tiles import residual_repeats
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 from turbo_rcm_patch.kernels.launch import recorded
 from turbo_rcm_patch.kernels.reference import repeat_residual
+from turbo_rcm_patch.patching.families.vae import steps
+from turbo_rcm_patch.patching.families.vae.classes import DECODER
 from turbo_rcm_patch.patching.families.vae.decoder import _Run
 from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
 from turbo_rcm_patch.tiers import EXACT
@@ -33,7 +36,8 @@ def diffusers_decoder_is_off(monkeypatch):
     """Nothing that is compared with diffusers may be diffusers' own: a fallback would always agree."""
 
     def switch_off():
-        monkeypatch.setattr(WanDecoder3d, "__call__", _must_not_run)
+        for decoder in DECODER:
+            monkeypatch.setattr(decoder, "__call__", _must_not_run)
 
     return switch_off
 
@@ -111,7 +115,7 @@ def without_kernels():
     return recorded(lambda launch: None)
 
 
-@pytest.mark.parametrize("kind", ["wan 2.1", "residual, growing"])
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual, growing", "qwen image"])
 def test_stages_may_take_any_numbers_of_frames(kind, monkeypatch):
     """If a stage takes fewer frames than the one before, each part passes all later stages before the next part."""
     from turbo_rcm_patch.patching.families.vae import forward
@@ -144,6 +148,7 @@ def test_the_first_two_latent_frames_are_diffusers_own(kind):
     ("kind", "chunk", "tiles"),
     [
         ("residual", None, {}),
+        ("qwen image", 1, {}),
         ("wan 2.1", 2, {"tile_sample_min_height": 24, "tile_sample_stride_height": 20}),
         ("wan 2.1", None, {"tile_sample_min_width": 32, "tile_sample_stride_width": 48}),  # columns are left out
     ],
@@ -156,7 +161,7 @@ def test_tiles(kind, chunk, tiles, diffusers_decoder_is_off):
     check(kind, z, diffusers_decoder_is_off, lambda vae: vae.enable_tiling(**size), vae_chunk=chunk)
 
 
-@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual", "qwen image"])
 def test_tiled_decode_alone_and_switched_off(kind):
     vae, z = tiny_vae(kind), tiny_latents(2, height=5, width=6)
     ratio = vae.spatial_compression_ratio
@@ -165,6 +170,7 @@ def test_tiled_decode_alone_and_switched_off(kind):
     with torch.no_grad():
         expected = vae.tiled_decode(z, return_dict=False)[0]
         assert relative_error(expected, whole) > 1e-3
+        assert (expected.abs().max() > 1) == (kind == "qwen image")  # whose tiles are not clamped
         trp.patch(vae)
         assert relative_error(vae.tiled_decode(z, return_dict=False)[0], expected) <= FP32
         assert relative_error(vae.tiled_decode(z).sample, expected) <= FP32
@@ -197,10 +203,11 @@ def test_weights_in_channels_last_memory(diffusers_decoder_is_off):
     check("wan 2.1, growing", tiny_latents(2), diffusers_decoder_is_off, set_up)
 
 
-def test_slices(diffusers_decoder_is_off):
+@pytest.mark.parametrize("kind", ["wan 2.1", "qwen image"])
+def test_slices(kind, diffusers_decoder_is_off):
     z = tiny_latents(2, batch=3)
-    sliced = check("wan 2.1", z, diffusers_decoder_is_off, lambda vae: vae.enable_slicing())
-    vae = tiny_vae()
+    sliced = check(kind, z, diffusers_decoder_is_off, lambda vae: vae.enable_slicing())
+    vae = tiny_vae(kind)
     trp.patch(vae)
     assert relative_error(sliced, decode(vae, z)) <= FP32
 
@@ -219,9 +226,7 @@ def test_what_is_returned():
         assert torch.allclose(vae(image).sample, tiny_vae()(image).sample, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), zip(WELL_CONDITIONED, [torch.bfloat16, torch.float16, torch.bfloat16], strict=True)
-)
+@pytest.mark.parametrize(("kind", "dtype"), zip(WELL_CONDITIONED, [torch.bfloat16, torch.float16] * 2, strict=True))
 def test_low_precision_is_no_less_accurate(kind, dtype):
     vae, z = tiny_vae(kind, dtype), tiny_latents(2, 1, dtype=dtype, height=5, width=6)
     oracle = decode(tiny_vae(kind, dtype).double(), z.double())
@@ -237,6 +242,26 @@ def test_low_precision_is_no_less_accurate(kind, dtype):
 def test_through_the_kernels(kind, diffusers_decoder_is_off):
     z = tiny_latents(2, batch=1, height=1, width=2)
     check(kind, z, diffusers_decoder_is_off, options=FEW_LEVELS, implementation="triton", vae_chunk=1)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_zeros_before_an_only_first_frame_are_not_multiplied(frames, monkeypatch):
+    """Of a convolution's window the last frame is enough, which is a third of the work for an image."""
+    vae, z, windows, convolve = tiny_vae("qwen image"), tiny_latents(frames, 1), [], steps.convolve
+    expected = decode(vae, z)
+
+    def watched(x, weight, *others):
+        windows.append((weight.shape[1], x.shape[1]))
+        return convolve(x, weight, *others)
+
+    op = replace(kernels.CONV_SKIP, kernels=(Kernel("watched", lambda _: None, watched, is_fused=False),))
+    monkeypatch.setattr(steps.kernels, "CONV_SKIP", op)
+    monkeypatch.setattr(steps, "convolve", watched)
+    with trp.patch(vae, trp.Exact(vae_chunk=1)):
+        assert relative_error(decode(vae, z), expected) <= FP32
+    of_first = windows[: len(windows) if frames == 1 else 20]
+    assert {window for window, _ in of_first} == {1}
+    assert (3, 3) in windows or frames == 1
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
@@ -320,15 +345,19 @@ def test_on_a_gpu(kind, diffusers_decoder_is_off):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, TI2V_5B_VAE], ids=["wan 2.1", "ti2v-5b"])
-def test_error_of_the_real_models_on_a_gpu(options, monkeypatch):
+@pytest.mark.parametrize(
+    ("cls", "options", "frames"),
+    [(AutoencoderKLWan, {}, 6), (AutoencoderKLWan, TI2V_5B_VAE, 6), (AutoencoderKLQwenImage, {}, 1)],
+    ids=["wan 2.1", "ti2v-5b", "qwen image"],
+)
+def test_error_of_the_real_models_on_a_gpu(cls, options, frames, monkeypatch):
     """Beside a decode in fp32, without TF32, whole and in tiles."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
-    low = AutoencoderKLWan(**options).eval().to("cuda", torch.bfloat16)
-    wide = AutoencoderKLWan(**options).eval().to("cuda")
+    low = cls(**options).eval().to("cuda", torch.bfloat16)
+    wide = cls(**options).eval().to("cuda")
     wide.load_state_dict(low.state_dict())
-    z = torch.randn(1, low.config.z_dim, 6, 24, 32, device="cuda", dtype=torch.bfloat16)
+    z = torch.randn(1, low.config.z_dim, frames, 24, 32, device="cuda", dtype=torch.bfloat16)
     for tiled in (False, True):
         for vae in (low, wide) if tiled else ():
             vae.enable_tiling()

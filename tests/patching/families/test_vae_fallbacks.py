@@ -161,10 +161,17 @@ UNUSUAL = {
 }
 
 
+# Qwen-Image's own decoder fails if a convolution is at two places.
+IN_TURNS = [
+    (reason, "qwen image" if i // 2 % 2 and "two places" not in reason else "wan 2.1", i % 2 == 0)
+    for i, reason in enumerate(UNUSUAL)
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("reason", "patched_first"), [(reason, i % 2 == 0) for i, reason in enumerate(UNUSUAL)])
-def test_diffusers_own_decoder_runs_and_the_summary_says_why(reason, patched_first):
-    vae, plain, z = tiny_vae(), tiny_vae(), tiny_latents(2, batch=1, height=3, width=4)
+@pytest.mark.parametrize(("reason", "kind", "patched_first"), IN_TURNS)
+def test_diffusers_own_decoder_runs_and_the_summary_says_why(reason, kind, patched_first):
+    vae, plain, z = tiny_vae(kind), tiny_vae(kind), tiny_latents(2, batch=1, height=3, width=4)
     patch = trp.patch(vae) if patched_first else None
     for each in (vae, plain):
         UNUSUAL[reason](each)

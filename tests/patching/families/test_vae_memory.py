@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan, WanTransformer3DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import turbo_rcm_patch as trp
@@ -95,10 +95,13 @@ def key_of(value):
     return tuple(map(key_of, value)) if isinstance(value, (tuple, list)) else value
 
 
+IMAGE = "an image of qwen image's"
+
+
 def real(size):
-    options, shape = SIZES[size]
+    options, shape = ({}, (1, 16, 1, 166, 166)) if size == IMAGE else SIZES[size]
     with torch.device("meta"):
-        vae = AutoencoderKLWan(**options).to(torch.bfloat16).eval()
+        vae = (AutoencoderKLQwenImage if size == IMAGE else AutoencoderKLWan)(**options).to(torch.bfloat16).eval()
     return vae, torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
@@ -169,6 +172,16 @@ def test_a_decode_takes_less_than_diffusers(size):
         most = peak(vae, z)
     assert least < patched < unpatched
     assert patched < most
+
+
+def test_an_image_takes_less_than_diffusers_and_what_is_estimated():
+    """It keeps no frames for a next chunk."""
+    vae, z = real(IMAGE)
+    unpatched = peak(vae, z)
+    with trp.patch(vae):
+        patched = peak(vae, z)
+    assert patched < unpatched
+    assert 0.95 <= decoding_bytes(vae, *video_of(vae, z)) / patched <= 1.1
 
 
 def test_decoding_takes_what_the_page_says():

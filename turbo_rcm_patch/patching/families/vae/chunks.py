@@ -12,16 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import (
-    AutoencoderKLWan,
-    WanCausalConv3d,
-    WanDecoder3d,
-    WanResample,
-    WanResidualBlock,
-    WanResidualUpBlock,
-)
 from torch import nn
 
+from .classes import CAUSAL, RESAMPLE, RESIDUAL_BLOCK, RESIDUAL_UP_BLOCK, patch_size_of
 from .sizes import latent_size
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
@@ -40,7 +33,7 @@ class Stage(NamedTuple):
     made: those of the frames that an input frame becomes.
     growth: the number of these frames.
     doublings: how often the number of frames was doubled before.
-    kept: the frames before a chunk, of all convolutions. They stay from one chunk to the next.
+    kept: the frames before a chunk, of all convolutions. They stay from one chunk to the next. An image has none.
     """
 
     alive: int
@@ -51,9 +44,9 @@ class Stage(NamedTuple):
     kept: int
 
 
-def output_shape(vae: AutoencoderKLWan, z: torch.Tensor) -> tuple[int, ...]:
+def output_shape(vae: nn.Module, z: torch.Tensor) -> tuple[int, ...]:
     """Return the shape [B, C, F, H, W] of the decoder's output for latents z, before it is unpatchified."""
-    resamples = [module for module in vae.decoder.modules() if type(module) is WanResample]
+    resamples = [module for module in vae.decoder.modules() if type(module) in RESAMPLE]
     batch, _, frames, height, width = z.shape
     edge, doublings = 2 ** len(resamples), sum(module.mode == "upsample3d" for module in resamples)
     channels = vae.decoder.conv_out.out_channels
@@ -61,7 +54,7 @@ def output_shape(vae: AutoencoderKLWan, z: torch.Tensor) -> tuple[int, ...]:
 
 
 def frames_at_once(
-    vae: AutoencoderKLWan,
+    vae: nn.Module,
     z: torch.Tensor,
     latents: int | None,
     *,
@@ -74,7 +67,7 @@ def frames_at_once(
     activations. free: bytes that are free for them, if that is known.
     """
     batch, _, count, height, width = z.shape
-    stages, size = stages_of(vae.decoder), batch * height * width
+    stages, size = stages_of(vae.decoder, is_image=count == 1), batch * height * width
     frames = []
     for stage in stages:
         frame, of_one_latent = stage.alive * size, 2**stage.doublings
@@ -95,17 +88,18 @@ def peak_elements(stages: Sequence[Stage], frames: Sequence[int], count: int) ->
     A stage runs while the earlier ones hold their results, of which its own input is a part. frames: as of
     `frames_at_once`.
     """
+    kept = sum(stage.kept for stage in stages) if count > 1 else 0
     most = held = 0
     for stage, at_once in zip(stages, frames, strict=True):
         taken = min(at_once, count)
         most = max(most, held + taken * (stage.alive - stage.given))
         held += taken * stage.made
         count = taken * stage.growth
-    return most + sum(stage.kept for stage in stages)
+    return most + kept
 
 
 def decoding_bytes(
-    vae: AutoencoderKLWan, height: int, width: int, frames: int, *, in_tiles: bool = False, free: int | None = None
+    vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False, free: int | None = None
 ) -> int:
     """Return the bytes that decoding a video computes with.
 
@@ -125,20 +119,18 @@ def decoding_bytes(
         across = -(-width // vae.tile_sample_stride_width)
         blended = 1 - vae.tile_sample_stride_height / vae.tile_sample_min_height  # of each tile of the row above
         held += round(tile * (2 + blended * across))
-    stages, pixels = stages_of(vae.decoder), z.shape[-2] * z.shape[-1] * z.itemsize
+    stages, pixels = stages_of(vae.decoder, is_image=size[0] == 1), z.shape[-2] * z.shape[-1] * z.itemsize
     left = None if free is None else free - held
     at_once = frames_at_once(vae, z, None, working_set=working_set, free=left)
     return held + peak_elements(stages, at_once, size[0]) * pixels
 
 
-def unpatched_decoding_bytes(
-    vae: AutoencoderKLWan, height: int, width: int, frames: int, *, in_tiles: bool = False
-) -> int:
+def unpatched_decoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
     """Return the bytes that diffusers takes to decode a video of this size in pixels, a latent frame at a time.
 
     Three H200 runs took between 0 and 3 % more. diffusers keeps all tiles until it joins them.
     """
-    patch, tile = vae.config.patch_size or 1, (vae.tile_sample_min_height, vae.tile_sample_min_width)
+    patch, tile = patch_size_of(vae), (vae.tile_sample_min_height, vae.tile_sample_min_width)
     sample = 3 * frames * height * width * vae.dtype.itemsize
     if not in_tiles or (height <= tile[0] and width <= tile[1]):
         return sample + _latent_frame_bytes(vae, height * width // patch**2, frames)
@@ -152,7 +144,7 @@ def unpatched_decoding_bytes(
     return tiles + max(_latent_frame_bytes(vae, pixels, frames), 3 * sample)
 
 
-def _latent_frame_bytes(vae: AutoencoderKLWan, pixels: int, frames: int) -> int:
+def _latent_frame_bytes(vae: nn.Module, pixels: int, frames: int) -> int:
     """Return the bytes that diffusers takes to decode one of a video's latent frames.
 
     The most is alive in a convolution of the last up block: the block's input, with its copy in TI2V-5B's VAE, the
@@ -165,27 +157,27 @@ def _latent_frame_bytes(vae: AutoencoderKLWan, pixels: int, frames: int) -> int:
     given, made = block.resnets[0].in_dim, block.resnets[0].out_dim
     count = min(frames, 2 ** stages[-1].doublings)
     padded = 2 * (count + 2) + 2  # frames: with those before, laid out anew, and those to keep
-    of_input = count * given * (2 if isinstance(block, WanResidualUpBlock) else 1)
+    of_input = count * given * (2 if type(block) in RESIDUAL_UP_BLOCK else 1)
     alive = of_input + max(given * (count + padded) + 3 * count * made, made * (4 * count + padded))
-    edge = 2 ** sum(type(module) is WanResample for module in vae.decoder.modules())
+    edge = 2 ** sum(type(module) in RESAMPLE for module in vae.decoder.modules())
     kept = sum(stage.kept for stage in stages) / edge**2
     return round((kept + alive) * pixels) * vae.dtype.itemsize
 
 
-def encoding_bytes(vae: AutoencoderKLWan, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
+def encoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
     """Return the bytes that diffusers takes to encode a video of this size in pixels, with the video and a copy of it.
 
     It takes four frames at a time, after the first. An H200 measured 7.5 such tensors of the first convolution's width
     beside the frames that convolutions keep.
     """
-    pixels, patch = height * width, vae.config.patch_size or 1
+    pixels, patch = height * width, patch_size_of(vae)
     if in_tiles:
         pixels = min(pixels, vae.tile_sample_min_height * vae.tile_sample_min_width)
     channels, kept, scale = vae.encoder.conv_in.out_channels, _kept(vae.encoder.conv_in), 1.0
     for block in vae.encoder.down_blocks:
-        convolutions = [m for m in block.modules() if type(m) is WanResidualBlock]
+        convolutions = [m for m in block.modules() if type(m) in RESIDUAL_BLOCK]
         kept += scale * sum(map(_kept, convolutions))
-        for resample in (module for module in block.modules() if type(module) is WanResample):
+        for resample in (module for module in block.modules() if type(module) in RESAMPLE):
             scale /= 4
             kept += scale * _kept(resample)
     kept += scale * (_kept(vae.encoder.mid_block) + _kept(vae.encoder.conv_out))
@@ -193,21 +185,22 @@ def encoding_bytes(vae: AutoencoderKLWan, height: int, width: int, frames: int, 
     return round((kept + alive) * pixels / patch**2 + 2 * 3 * frames * height * width) * vae.dtype.itemsize
 
 
-def stages_of(decoder: WanDecoder3d) -> list[Stage]:
-    """Return the stages of a decoder in their order."""
+def stages_of(decoder: nn.Module, *, is_image: bool = False) -> list[Stage]:
+    """Return the stages of a decoder in their order. is_image: True for one latent frame, which becomes one frame."""
     channels, doublings, pixels = decoder.conv_in.out_channels, 0, 1
     middle = decoder.mid_block
     # Six tensors are alive in the attention block: its input, q, k, v, the attention's output and the projection's.
     kept = _kept(decoder.conv_in) + _kept(middle)
     stages = [Stage(6 * channels, channels, channels, 1, 0, kept)]
     for block in decoder.up_blocks:
-        resample = next((module for module in block.modules() if type(module) is WanResample), None)
+        resample = next((module for module in block.modules() if type(module) in RESAMPLE), None)
         given, kept = pixels * block.resnets[0].in_dim, pixels * _kept(block)
         alive = pixels * _alive_in_resnets(block)
         if resample is None:
             stages.append(Stage(alive, given, 0, 1, doublings, kept + pixels * _kept(decoder.conv_out)))
             continue
-        alive, growth = max(alive, pixels * _alive_in_resample(block, resample)), 1 + (resample.mode == "upsample3d")
+        growth = 1 if is_image or resample.mode == "upsample2d" else 2
+        alive = max(alive, pixels * _alive_in_resample(block, resample, growth))
         made = 4 * pixels * growth * resample.resample[1].out_channels
         stages.append(Stage(alive, given, made, growth, doublings, kept))
         doublings, pixels = doublings + growth - 1, 4 * pixels
@@ -224,22 +217,22 @@ def _alive_in_resnets(block: nn.Module) -> int:
     return given + max(2 * given, 3 * made)
 
 
-def _alive_in_resample(block: nn.Module, resample: WanResample) -> int:
-    """Return the channels, per pixel of the block's input, that are alive at once in its upsampling.
+def _alive_in_resample(block: nn.Module, resample: nn.Module, growth: int) -> int:
+    """Return the channels, per pixel of the block's input, that are alive at once in its upsampling to `growth` frames.
 
     They are the block's input, the last resnet's result, the doubled frames, and these enlarged and convolved. With a
     shortcut they are the block's input, that result, and the shortcut's twice while it is laid out.
     """
     given, channels, made = block.resnets[0].in_dim, resample.dim, resample.resample[1].out_channels
-    frames = 2 if resample.mode == "upsample3d" else 0
-    grown = 4 * max(frames, 1)  # times as many pixels, of all frames
+    frames = 2 if growth > 1 else 0
+    grown = 4 * growth  # times as many pixels, of all frames
     alive = given + channels + frames * channels + grown * (channels + made)
     return max(alive, given + 3 * grown * made) if getattr(block, "avg_shortcut", None) else alive
 
 
 def _kept(module: nn.Module) -> int:
     """Return the channels of the frames that the causal convolutions of a module keep."""
-    convolutions = (conv for conv in module.modules() if type(conv) is WanCausalConv3d)
+    convolutions = (conv for conv in module.modules() if type(conv) in CAUSAL)
     return sum((conv.kernel_size[0] - 1) * conv.in_channels for conv in convolutions)
 
 

@@ -1,10 +1,11 @@
-"""WanDecoder3d on channels-last activations, several latent frames at a time.
+"""The decoder on channels-last activations, several latent frames at a time.
 
 The stages read like diffusers' (autoencoder_kl_wan.py), which decodes one latent frame after another and keeps for each
 causal convolution the last frames that it read. Here these frames are a second input of a convolution, its front: zeros
-at first, later the last frames of the previous chunk. Latent frame 0 is special. It skips `time_conv`, whose first
-input therefore follows zeros, not frame 0. A residual block's shortcut makes several frames of it, and only the last
-one counts.
+at first, later the last frames of the previous chunk. If the first chunk is one frame, as for an image, zeros are not
+multiplied: only the last frame of the convolution's window is. Latent frame 0 is special. It skips `time_conv`, whose
+first input therefore follows zeros, not frame 0. A residual block's shortcut makes several frames of it, and only the
+last one counts.
 """
 
 from __future__ import annotations
@@ -12,23 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import (
-    AutoencoderKLWan,
-    DupUp3D,
-    WanAttentionBlock,
-    WanDecoder3d,
-    WanMidBlock,
-    WanResample,
-    WanResidualBlock,
-    WanResidualUpBlock,
-    WanUpBlock,
-)
 from torch import nn
 
+from .classes import UP_BLOCK
 from .steps import DecoderPlan, kernel_size, takes_front
 
 
-def decoded(vae: AutoencoderKLWan, z: torch.Tensor, plan: DecoderPlan, frames: Sequence[int]) -> Iterator[torch.Tensor]:
+def decoded(vae: nn.Module, z: torch.Tensor, plan: DecoderPlan, frames: Sequence[int]) -> Iterator[torch.Tensor]:
     """Decode latents z [B, z_dim, F, H, W] and yield the frames in order, as parts [B, C, n, H', W'].
 
     Each part is yielded as soon as it is made. Frames are neither unpatchified nor clamped. One latent frame becomes
@@ -36,52 +27,55 @@ def decoded(vae: AutoencoderKLWan, z: torch.Tensor, plan: DecoderPlan, frames: S
 
     frames: the number of frames that each stage takes at a time (chunks.py).
     """
-    run = _Run(plan)
+    run = _Run(plan, is_image=z.shape[2] == 1)
     for latents in z.permute(0, 2, 3, 4, 1).split(frames[0], dim=1):
         for part in run.decoder(vae.decoder, run.convolve(vae.post_quant_conv, latents), frames[1:]):
             yield part.permute(0, 4, 1, 2, 3)
 
 
 class _Run:
-    """One decode. Activations x are [B, T, H, W, C]; each stage is called with the frames in their order."""
+    """One decode. Activations x are [B, T, H, W, C]; each stage is called with the frames in their order.
 
-    def __init__(self, plan: DecoderPlan):
-        self._plan = plan
+    is_image: True if there is only one frame, so that no frames are kept for a next chunk.
+    """
+
+    def __init__(self, plan: DecoderPlan, *, is_image: bool = False):
+        self._plan, self._is_image = plan, is_image
         self._fronts: dict[nn.Module, torch.Tensor] = {}  # by convolution the last kt - 1 frames of its input so far
         self._begun: set[nn.Module] = set()  # modules that had latent frame 0, which gives fewer frames
 
-    def decoder(self, decoder: WanDecoder3d, x: torch.Tensor, frames: Sequence[int]) -> Iterator[torch.Tensor]:
+    def decoder(self, decoder: nn.Module, x: torch.Tensor, frames: Sequence[int]) -> Iterator[torch.Tensor]:
         x = self.causal(decoder.conv_in, x)
         x = self.mid_block(decoder.mid_block, x)
         return self.up_blocks(decoder, zip(decoder.up_blocks, frames, strict=True), x)
 
     def up_blocks(
-        self, decoder: WanDecoder3d, blocks: Iterable[tuple[nn.Module, int]], x: torch.Tensor
+        self, decoder: nn.Module, blocks: Iterable[tuple[nn.Module, int]], x: torch.Tensor
     ) -> Iterator[torch.Tensor]:
         """Run x through the up blocks and yield the results. Each part of its frames runs through before the next."""
         (block, frames), *others = blocks
         for part in x.split(frames, dim=1):
-            y = self.up_block(block, part) if type(block) is WanUpBlock else self.residual_up_block(block, part)
+            y = self.up_block(block, part) if type(block) in UP_BLOCK else self.residual_up_block(block, part)
             if others:
                 yield from self.up_blocks(decoder, others, y)
             else:
                 yield self.causal(decoder.conv_out, self.norm_silu(decoder.norm_out, y))
 
-    def mid_block(self, block: WanMidBlock, x: torch.Tensor) -> torch.Tensor:
+    def mid_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         first, *others = block.resnets
         x = self.residual_block(first, x)
         for attn, resnet in zip(block.attentions, others, strict=False):
             x = self.residual_block(resnet, x if attn is None else self.attention_block(attn, x))
         return x
 
-    def up_block(self, block: WanUpBlock, x: torch.Tensor) -> torch.Tensor:
+    def up_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         for resnet in block.resnets:
             x = self.residual_block(resnet, x)
         for upsampler in block.upsamplers or ():
             x = self.upsample(upsampler, x)
         return x
 
-    def residual_up_block(self, block: WanResidualUpBlock, x: torch.Tensor) -> torch.Tensor:
+    def residual_up_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = x
         for resnet in block.resnets:
             y = self.residual_block(resnet, y)
@@ -90,7 +84,7 @@ class _Run:
         residual = () if block.avg_shortcut is None else (self.shortcut(block.avg_shortcut, x),)
         return self.upsample(block.upsampler, y, *residual)
 
-    def residual_block(self, block: WanResidualBlock, x: torch.Tensor) -> torch.Tensor:
+    def residual_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = self.norm_silu(block.norm1, x)
         y, front = self.with_front(block.conv1, y)
         y = self.convolve(block.conv1, y, front=front)
@@ -100,14 +94,14 @@ class _Run:
         shortcut = x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
         return self.convolve(block.conv2, y, shortcut, front)
 
-    def attention_block(self, block: WanAttentionBlock, x: torch.Tensor) -> torch.Tensor:
+    def attention_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         B, T, H, W, C = x.shape
         qkv = self.convolve(block.to_qkv, self._plan.rms_norm(block.norm).run(x, silu=False))
         q, k, v = qkv.reshape(B * T, H * W, 1, 3 * C).chunk(3, dim=-1)
         attended = self._plan.attention(C).run(q, k, v)
         return self.convolve(block.proj, attended.reshape(x.shape), x)
 
-    def upsample(self, block: WanResample, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
+    def upsample(self, block: nn.Module, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if block.mode == "upsample3d":
             x = self.twice_the_frames(block.time_conv, x)
         return self.convolve(block.resample[1], x, *residual)
@@ -118,7 +112,7 @@ class _Run:
         alone, others = x[:, :1], x[:, 1:]
         return torch.cat((alone, self.causal(time_conv, others)), 1) if others.shape[1] else alone
 
-    def shortcut(self, shortcut: DupUp3D, x: torch.Tensor) -> torch.Tensor:
+    def shortcut(self, shortcut: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the residual that a shortcut makes of x.
 
         Its channels, each repeated, become the channels of the pixels (and frames) that one pixel becomes. Values that
@@ -146,11 +140,18 @@ class _Run:
     def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a causal convolution's input for x, and the last frames of its previous input.
 
-        For PyTorch's convolution these are prepended to x instead. Callers drop x before they convolve, to free memory.
+        For PyTorch's convolution these are prepended to x instead. Before a first frame alone there are none. Callers
+        drop x before they convolve, to free memory.
         """
+        is_alone = x.shape[1] == 1 and conv not in self._fronts
+        if is_alone and self._is_image:
+            return x, None
         if conv not in self._fronts:
             self._fronts[conv] = x.new_zeros(x.shape[0], kernel_size(conv)[0] - 1, *x.shape[2:])
         front = self._fronts[conv]
+        if is_alone:
+            _keep_last_frames(front, x)
+            return x, None
         if takes_front(self._plan.convolution(conv, x.shape)):
             return x, front
         x = torch.cat((front, x), 1)
@@ -165,8 +166,10 @@ class _Run:
         front: torch.Tensor | None = None,
     ) -> torch.Tensor:
         B, T, *image = x.shape
-        new = T if front is not None else T - kernel_size(conv)[0] + 1
-        y = self._plan.convolution(conv, (B, new, *image)).run(x, residual, front)
+        after_front = T - kernel_size(conv)[0] + 1
+        is_alone = front is None and after_front < 1
+        new = T if front is not None or is_alone else after_front
+        y = self._plan.convolution(conv, (B, new, *image), is_alone).run(x, residual, front)
         if front is not None:
             _keep_last_frames(front, x)
         return y

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import nn
 
@@ -24,6 +24,7 @@ from ...cuda_graphs import why_not_recorded
 from ...steps.plan import STATE, Call, active_backend, derivative_of
 from ..family import graph_of
 from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape
+from .classes import clamps_tiles, patch_size_of
 from .decoder import decoded
 from .plain import why_not_plain_decoder
 from .steps import DecoderPlan, takes_front
@@ -72,8 +73,8 @@ def frames_sent_to(receive: Callable[[torch.Tensor], None], vae: nn.Module) -> I
             state.receive = None
 
 
-def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-    """AutoencoderKLWan._decode, several latent frames at a time; bound on instances.
+def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+    """Run the VAE's `_decode`, several latent frames at a time; bound on instances.
 
     z: [B, z_dim, F, H, W]; the sample is [B, 3, F', H', W'] in [-1, 1].
     """
@@ -89,16 +90,14 @@ def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) ->
     return _output(_joined(shown, output_shape(self, z)[2]), return_dict)
 
 
-def tiled_decode(
-    self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True
-) -> DecoderOutput | tuple[torch.Tensor]:
-    """Run AutoencoderKLWan.tiled_decode with several latent frames of a tile at a time. Bound on instances.
+def tiled_decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+    """Run the VAE's `tiled_decode` with several latent frames of a tile at a time. Bound on instances.
 
     Only a tile's visible part is kept, in its place in the sample, and the ends that other tiles are blended with.
     """
     if not _takes(self, z):
         return type(self).tiled_decode(self, z, return_dict=return_dict)
-    ratio, patch = self.spatial_compression_ratio, self.config.patch_size or 1
+    ratio, patch = self.spatial_compression_ratio, patch_size_of(self)
     tile = self.tile_sample_min_height, self.tile_sample_min_width
     stride = self.tile_sample_stride_height, self.tile_sample_stride_width
     (tile_h, tile_w), (step_h, step_w) = ([edge // ratio for edge in edges] for edges in (tile, stride))
@@ -121,7 +120,7 @@ def tiled_decode(
             if left is not None:
                 _blend(left, frames, blend_w, dim=-1)
             ends[first], left = _end(frames, blend_h, dim=-2), _end(frames, blend_w, dim=-1)
-            shown = _shown(self, frames[..., :crop_h, :crop_w])
+            shown = _shown(self, frames[..., :crop_h, :crop_w], clamp=clamps_tiles(self))
             place = band[..., : shown.shape[-2], right : right + shown.shape[-1]]
             place.copy_(shown[..., : place.shape[-2], : place.shape[-1]])
             right += place.shape[-1]
@@ -130,7 +129,7 @@ def tiled_decode(
     return _output(sample[..., :bottom, :right].contiguous(), return_dict)  # smaller where tiles are less than strides
 
 
-def _takes(vae: AutoencoderKLWan, z: torch.Tensor, *, counted: bool = True) -> bool:
+def _takes(vae: nn.Module, z: torch.Tensor, *, counted: bool = True) -> bool:
     """True if our code decodes z. If not, the reason is counted for the summary if `counted`."""
     if torch.compiler.is_compiling():
         return False
@@ -140,7 +139,7 @@ def _takes(vae: AutoencoderKLWan, z: torch.Tensor, *, counted: bool = True) -> b
     return reason is None
 
 
-def _why_not_call(vae: AutoencoderKLWan, z: torch.Tensor) -> str | None:
+def _why_not_call(vae: nn.Module, z: torch.Tensor) -> str | None:
     if derivative_of(vae, z) is not None:
         return "autograd"
     if is_autocast(z.device):
@@ -150,13 +149,13 @@ def _why_not_call(vae: AutoencoderKLWan, z: torch.Tensor) -> str | None:
     return None if z.dim() == 5 and z.shape[1] == vae.config.z_dim and z.numel() > 0 else "latents of another shape"
 
 
-def call_for(vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) -> Call:
+def call_for(vae: nn.Module, device: torch.device, dtype: torch.dtype) -> Call:
     """Return what the choice of the decoder's kernels depends on."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return Call(vae_state(vae).config, device, dtype, None, active_backend(), sdpa=sdpa)
 
 
-def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
+def _at_once(vae: nn.Module, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
     """Return the number of frames that each stage takes at a time, for latents z or for a tile of them."""
     free, chunk = free_for_decoding(vae, z.device), vae_state(vae).config.vae_chunk
     left = None if free is None else free - math.prod(output_shape(vae, z)) * z.itemsize - _graph_memory(vae)
@@ -165,17 +164,17 @@ def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None =
     return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, free=left)
 
 
-def _graph_memory(vae: AutoencoderKLWan) -> int:
+def _graph_memory(vae: nn.Module) -> int:
     """Return the bytes that only CUDA graphs can use, over the models that were patched with the VAE."""
     graphs = filter(None, map(graph_of, vae_state(vae).users))
     return sum(graph.reserved_bytes or 0 for graph in graphs)
 
 
-def _plan(vae: AutoencoderKLWan, z: torch.Tensor) -> DecoderPlan:
+def _plan(vae: nn.Module, z: torch.Tensor) -> DecoderPlan:
     return DecoderPlan(call_for(vae, z.device, z.dtype))
 
 
-def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int], plan: DecoderPlan) -> Iterator[torch.Tensor]:
+def _parts(vae: nn.Module, z: torch.Tensor, frames: list[int], plan: DecoderPlan) -> Iterator[torch.Tensor]:
     """Return the parts of `decoded`. Compile the kernels ahead if this is the first decode of its kind."""
     compiled, kind = _COMPILED.setdefault(vae, set()), (plan.call.config.implementation, z.device, z.dtype)
     if kind not in compiled and _launches_kernels(vae, z, plan) and why_not_recorded((z,)) is None:
@@ -185,12 +184,12 @@ def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int], plan: Deco
     return decoded(vae, z, plan, frames)
 
 
-def _launches_kernels(vae: AutoencoderKLWan, z: torch.Tensor, plan: DecoderPlan) -> bool:
+def _launches_kernels(vae: nn.Module, z: torch.Tensor, plan: DecoderPlan) -> bool:
     """True on a GPU, if the convolutions are kernels too. PyTorch's would run while others are only compiled."""
     return z.is_cuda and _convolutions_are_ours(vae, z, plan)
 
 
-def _convolutions_are_ours(vae: AutoencoderKLWan, z: torch.Tensor, plan: DecoderPlan) -> bool:
+def _convolutions_are_ours(vae: nn.Module, z: torch.Tensor, plan: DecoderPlan) -> bool:
     shape = z.permute(0, 2, 3, 4, 1).shape
     return takes_front(plan.convolution(vae.decoder.conv_in, shape))
 
@@ -226,7 +225,7 @@ def _joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
     return joined
 
 
-def _received(vae: AutoencoderKLWan, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _received(vae: nn.Module, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the parts, each after it was given to the function of `frames_sent_to`, if any."""
     receive = vae_state(vae).receive
     for part in parts:
@@ -235,11 +234,10 @@ def _received(vae: AutoencoderKLWan, parts: Iterator[torch.Tensor]) -> Iterator[
         yield part
 
 
-def _shown(vae: AutoencoderKLWan, frames: torch.Tensor) -> torch.Tensor:
-    """Return the decoder's output as a video in [-1, 1]: unpatchified if need be, then clamped in place."""
-    if vae.config.patch_size is not None:
-        frames = unpatchify(frames, patch_size=vae.config.patch_size)
-    return frames.clamp_(min=-1.0, max=1.0)
+def _shown(vae: nn.Module, frames: torch.Tensor, *, clamp: bool = True) -> torch.Tensor:
+    """Return the decoder's output as a video in [-1, 1]: unpatchified if need be, then clamped in place if `clamp`."""
+    frames = unpatchify(frames, patch_size=patch_size_of(vae))
+    return frames.clamp_(min=-1.0, max=1.0) if clamp else frames
 
 
 def _output(sample: torch.Tensor, return_dict: bool) -> DecoderOutput | tuple[torch.Tensor]:

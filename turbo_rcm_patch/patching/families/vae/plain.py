@@ -5,65 +5,63 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import (
-    AutoencoderKLWan,
-    DupUp3D,
-    WanAttentionBlock,
-    WanCausalConv3d,
-    WanDecoder3d,
-    WanMidBlock,
-    WanResample,
-    WanResidualBlock,
-    WanResidualUpBlock,
-    WanRMS_norm,
-    WanUpBlock,
-    WanUpsample,
-)
 from torch import nn
 
 from ....plain import is_original, why_not_read
+from .classes import (
+    ATTENTION,
+    CAUSAL,
+    DECODER,
+    MID_BLOCK,
+    NORM,
+    RESAMPLE,
+    RESIDUAL_BLOCK,
+    RESIDUAL_UP_BLOCK,
+    SHORTCUT,
+    UP_BLOCK,
+    UPSAMPLE,
+)
 from .steps import kernel_size
 
 # The classes whose forwards decoder.py replaces, by the attribute that holds one module or a list of them.
-_CAUSAL, _NORM = (WanCausalConv3d,), (WanRMS_norm,)
 _PARTS = {
-    "post_quant_conv": _CAUSAL,
-    "decoder": (WanDecoder3d,),
-    "conv_in": _CAUSAL,
-    "mid_block": (WanMidBlock,),
-    "up_blocks": (WanUpBlock, WanResidualUpBlock),
-    "norm_out": _NORM,
-    "conv_out": _CAUSAL,
-    "resnets": (WanResidualBlock,),
-    "norm1": _NORM,
-    "conv1": _CAUSAL,
-    "norm2": _NORM,
+    "post_quant_conv": CAUSAL,
+    "decoder": DECODER,
+    "conv_in": CAUSAL,
+    "mid_block": MID_BLOCK,
+    "up_blocks": UP_BLOCK + RESIDUAL_UP_BLOCK,
+    "norm_out": NORM,
+    "conv_out": CAUSAL,
+    "resnets": RESIDUAL_BLOCK,
+    "norm1": NORM,
+    "conv1": CAUSAL,
+    "norm2": NORM,
     "dropout": (nn.Dropout,),
-    "conv2": _CAUSAL,
-    "conv_shortcut": (WanCausalConv3d, nn.Identity),
+    "conv2": CAUSAL,
+    "conv_shortcut": (*CAUSAL, nn.Identity),
     "nonlinearity": (nn.SiLU,),
-    "attentions": (WanAttentionBlock,),
-    "norm": _NORM,
+    "attentions": ATTENTION,
+    "norm": NORM,
     "to_qkv": (nn.Conv2d,),
     "proj": (nn.Conv2d,),
-    "upsamplers": (WanResample,),
-    "upsampler": (WanResample,),
-    "resample": (WanUpsample, nn.Conv2d),
-    "time_conv": _CAUSAL,
-    "avg_shortcut": (DupUp3D,),
+    "upsamplers": RESAMPLE,
+    "upsampler": RESAMPLE,
+    "resample": (*UPSAMPLE, nn.Conv2d),
+    "time_conv": CAUSAL,
+    "avg_shortcut": SHORTCUT,
 }
 _LISTS = {"up_blocks", "resnets", "attentions", "upsamplers", "resample"}
 _METHODS = ("_decode", "tiled_decode", "blend_v", "blend_h")
 
 
-def why_not_plain_decoder(vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_plain_decoder(vae: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why diffusers' own code decodes latents of this device and dtype, or None if ours does."""
     for name in _METHODS:
         if not is_original(getattr(type(vae), name), type(vae)) or (name.startswith("blend") and name in vars(vae)):
             return f"replaced {name}"
     if vae.decoder is None:
         return "no decoder"
-    causal = [m for _, m in vae.decoder.named_modules(remove_duplicate=False) if isinstance(m, WanCausalConv3d)]
+    causal = [m for _, m in vae.decoder.named_modules(remove_duplicate=False) if isinstance(m, CAUSAL)]
     if len(set(causal)) < len(causal):  # ours keeps the frames before a chunk by convolution, diffusers by place
         return "a convolution at two places in decoder"
     for path, module in _parts(vae):
@@ -73,7 +71,7 @@ def why_not_plain_decoder(vae: AutoencoderKLWan, device: torch.device, dtype: to
     return None
 
 
-def _parts(vae: AutoencoderKLWan) -> Iterator[tuple[str, nn.Module]]:
+def _parts(vae: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield "post_quant_conv", vae.post_quant_conv
     yield from vae.decoder.named_modules(prefix="decoder")
 
@@ -106,16 +104,23 @@ def _is_convolution_as_built(conv: nn.Conv2d | nn.Conv3d) -> bool:
     )
 
 
+def _is_norm_as_built(norm: nn.Module) -> bool:
+    is_scaled = norm.scale == norm.gamma.numel() ** 0.5
+    return norm.channel_first and is_scaled and isinstance(norm.bias, float) and norm.bias == 0
+
+
+def _is_upsample_as_built(upsample: nn.Upsample) -> bool:
+    return (upsample.mode, upsample.scale_factor) == ("nearest-exact", (2.0, 2.0))
+
+
+def _is_resample_as_built(resample: nn.Module) -> bool:
+    return resample.mode in ("upsample2d", "upsample3d")
+
+
 # For each class a test of the attributes that its forward reads besides weights: are they as built for the decoder?
 _IS_AS_BUILT = {
-    nn.Conv2d: _is_convolution_as_built,
-    WanCausalConv3d: _is_convolution_as_built,
-    WanRMS_norm: lambda norm: (
-        norm.channel_first
-        and norm.scale == norm.gamma.numel() ** 0.5
-        and isinstance(norm.bias, float)
-        and norm.bias == 0
-    ),
-    WanUpsample: lambda upsample: (upsample.mode, upsample.scale_factor) == ("nearest-exact", (2.0, 2.0)),
-    WanResample: lambda resample: resample.mode in ("upsample2d", "upsample3d"),
+    **dict.fromkeys((nn.Conv2d, *CAUSAL), _is_convolution_as_built),
+    **dict.fromkeys(NORM, _is_norm_as_built),
+    **dict.fromkeys(UPSAMPLE, _is_upsample_as_built),
+    **dict.fromkeys(RESAMPLE, _is_resample_as_built),
 }

@@ -28,9 +28,12 @@ class DecoderPlan:
         self.call = call
         self._steps: dict[tuple, Step] = {}
 
-    def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...]) -> Step:
-        """Return the step of a convolution, for x of this shape without the frames before it."""
-        return self._once(convolution, conv, shape)
+    def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], is_alone: bool = False) -> Step:
+        """Return the step of a convolution, for x of this shape without the frames before it.
+
+        is_alone: True if x is one frame, and there are only zeros before it.
+        """
+        return self._once(convolution_alone if is_alone else convolution, conv, shape)
 
     def rms_norm(self, norm: nn.Module) -> Step:
         """Return the step of a norm."""
@@ -47,7 +50,12 @@ class DecoderPlan:
         return self._steps[key]
 
 
-def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
+def convolution_alone(conv: nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
+    """Return a convolution for one frame with zeros before it: of the window only the last frame counts."""
+    return convolution(conv, shape, call, is_alone=True)
+
+
+def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call, *, is_alone: bool = False) -> Step:
     """Return a convolution with the residual, for x [B, T, H, W, C] of this shape.
 
     Step: (x, residual=None, front=None) -> [B, T', H', W', N].
@@ -60,8 +68,9 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call)
     """
     kt, kh, kw = kernel_size(conv)
     upsample, interleave = isinstance(conv, nn.Conv2d) and kh > 1, 2 if (kt, kh) == (3, 1) else 1
+    kt = 1 if is_alone else kt
     if (kt, kh, kw) == (1, 1, 1):
-        return Step(partial(_convolve, convolve, conv, upsample, interleave), LINEAR, ALONE)
+        return Step(partial(_convolve, convolve, conv, kt, upsample, interleave), LINEAR, ALONE)
     pick = call.pick(
         kernels.CONV_SKIP,
         kernels.ConvSpec,
@@ -71,7 +80,7 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call)
         interleave=interleave,
         in_model=True,
     )
-    return Step(partial(_convolve, pick.launch, conv, upsample, interleave), pick.label, pick.reason, pick=pick)
+    return Step(partial(_convolve, pick.launch, conv, kt, upsample, interleave), pick.label, pick.reason, pick=pick)
 
 
 def takes_front(step: Step) -> bool:
@@ -84,15 +93,17 @@ def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
     return (*(1,) * (3 - len(conv.kernel_size)), *conv.kernel_size)
 
 
-def _convolve(launch, conv, upsample, interleave, x, residual=None, front=None):
+def _convolve(launch, conv, frames, upsample, interleave, x, residual=None, front=None):
+    """frames: how many of the window's frames count, the last ones."""
     # Kernels take the weight as [N, kt, kh, kw, C], and pack it at each call, which takes little of the convolution's
     # time. If the packed weights were kept, all of them would be a large part of a decode's memory.
     weight = conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
+    weight = weight[:, -frames:]
     return launch(x, weight, conv.bias, residual, front, upsample, interleave)
 
 
 def rms_norm(norm: nn.Module, call: Call) -> Step:
-    """Return WanRMS_norm with SiLU or without: (x [B, T, H, W, C], *, silu=True) -> [B, T, H, W, C]."""
+    """Return an RMS norm with SiLU or without: (x [B, T, H, W, C], *, silu=True) -> [B, T, H, W, C]."""
     pick = call.pick(RMS_NORM_SILU)
     return Step(partial(_rms_norm, pick.launch, norm), pick.label, pick.reason, pick=pick)
 

@@ -1,0 +1,34 @@
+"""The classes of the VAEs that can be patched, by what they are.
+
+AutoencoderKLQwenImage is Wan 2.1's VAE under other names, for images and without patches. Its `tiled_decode` does not
+clamp.
+"""
+
+from __future__ import annotations
+
+from diffusers.models.autoencoders import autoencoder_kl_qwenimage as qwen
+from diffusers.models.autoencoders import autoencoder_kl_wan as wan
+from torch import nn
+
+VAE = (wan.AutoencoderKLWan, qwen.AutoencoderKLQwenImage)
+DECODER = (wan.WanDecoder3d, qwen.QwenImageDecoder3d)
+UP_BLOCK = (wan.WanUpBlock, qwen.QwenImageUpBlock)
+RESIDUAL_UP_BLOCK = (wan.WanResidualUpBlock,)
+MID_BLOCK = (wan.WanMidBlock, qwen.QwenImageMidBlock)
+RESIDUAL_BLOCK = (wan.WanResidualBlock, qwen.QwenImageResidualBlock)
+ATTENTION = (wan.WanAttentionBlock, qwen.QwenImageAttentionBlock)
+RESAMPLE = (wan.WanResample, qwen.QwenImageResample)
+UPSAMPLE = (wan.WanUpsample, qwen.QwenImageUpsample)
+SHORTCUT = (wan.DupUp3D,)
+CAUSAL = (wan.WanCausalConv3d, qwen.QwenImageCausalConv3d)
+NORM = (wan.WanRMS_norm, qwen.QwenImageRMS_norm)
+
+
+def patch_size_of(vae: nn.Module) -> int:
+    """Return the pixels along height and width that the network takes, or makes, as channels of one."""
+    return vae.config.get("patch_size") or 1
+
+
+def clamps_tiles(vae: nn.Module) -> bool:
+    """True if `tiled_decode` clamps its sample to [-1, 1]."""
+    return type(vae) is wan.AutoencoderKLWan
