@@ -16,6 +16,7 @@ import yaml
 
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.cli.arguments import parse_arguments
+from turbo_rcm_patch.config import FUSION_GROUPS, QUANTIZABLE
 from turbo_rcm_patch.patching.families import FAMILIES
 from turbo_rcm_patch.patching.families.family import Family
 from turbo_rcm_patch.recipes import RECIPES
@@ -83,6 +84,7 @@ def test_the_reference_has_every_public_name():
     described = [name.removeprefix("turbo_rcm_patch.") for name in re.findall(r"^::: (\S+)", page, re.MULTILINE)]
     assert len(described) == len(set(described))
     assert {*described, *re.findall(r"`trp\.([A-Z]+)`", page)} == set(trp.__all__)
+    assert set(re.findall(r'"(\w+)"', page)) == {*FUSION_GROUPS, *QUANTIZABLE}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/") or page == "README.md"])
