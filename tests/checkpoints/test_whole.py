@@ -8,6 +8,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors.torch import save_file
 
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
+from tests.oracle import same_tensors
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.lazy import open_tensors
 from turbo_rcm_patch.checkpoints.whole import WholeModel, cast, copy_into, dequantize_blocks
@@ -54,8 +55,7 @@ def test_every_value_comes_to_its_place(tmp_path, how, prefix, options):
     found, weights, proj_l = read(path, other)
     assert (found.quantized, found.unfit, proj_l) == ([], [], {})
     copy_into(other, weights.items())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor), name
+    assert same_tensors(other.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,7 @@ def test_the_prefixes_of_loras_are_known_of_whole_models_too(tmp_path, prefix):
     found, weights, _ = read(write(tmp_path, state_dict, "safetensors"), other)
     assert found.unfit == []
     copy_into(other, weights.items())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor), name
+    assert same_tensors(other.state_dict(), model.state_dict())
 
 
 def test_a_tensor_that_is_there_under_two_prefixes_is_unexpected(tmp_path):
@@ -157,7 +156,7 @@ def test_all_that_does_not_fit_is_listed_as_the_file_spells_it(tmp_path):
     assert "net.blocks.1.self_attn.q.weight is missing" in message
     assert "net.something.weight is unexpected" in message
     assert "net.head.head.bias is [3], not [64]" in message
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same_tensors(model.state_dict(), before)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from diffusers import WanTransformer3DModel
 
 import turbo_rcm_patch as trp
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
-from tests.oracle import relative_error
+from tests.oracle import relative_error, same_tensors
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.load import FILE
 from turbo_rcm_patch.patching.weights.store import convert_model
@@ -144,5 +144,5 @@ def test_a_folder_for_the_exact_tier_keeps_every_value(tmp_path):
     convert_model(tmp_path / "in", tmp_path / "out", trp.PRESETS["exact"])
     assert not (tmp_path / "out" / FILE).exists()
     again = WanTransformer3DModel.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert same_tensors(again.state_dict(), model.state_dict())
     assert json.loads((tmp_path / "out/config.json").read_text())["_class_name"] == "WanTransformer3DModel"

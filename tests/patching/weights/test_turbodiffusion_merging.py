@@ -5,6 +5,7 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.official_names import official_state_dict, with_proj_l
+from tests.oracle import same_tensors
 from tests.patching.turbowan import BLOCKS, TOPK, turbo_weights
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_transformer
@@ -32,12 +33,11 @@ def test_a_difference_merged_into_another_model(saved):
     turbo_path = saved(with_proj_l(official_state_dict(turbo), turbo), "TurboWan.pth")
     left_out = trp.merge_turbodiffusion(turbo_path, base_path, vace)
     assert any("vace_blocks.0" in line for line in left_out)
-    for name, tensor in turbo.state_dict().items():
-        expected = before[name].float() + (tensor - base.state_dict()[name])
-        assert torch.equal(vace.state_dict()[name], expected), name
-    own = [name for name in before if name.startswith("vace_")]
+    old = base.state_dict()
+    merged = {name: before[name].float() + (tensor - old[name]) for name, tensor in turbo.state_dict().items()}
+    own = {name: tensor for name, tensor in before.items() if name.startswith("vace_")}
     assert own
-    assert all(torch.equal(vace.state_dict()[name], before[name]) for name in own)
+    assert same_tensors(vace.state_dict(), merged | own)
     patch = trp.patch(vace, trp.Sparse(quantize=(), topk=TOPK, blocks=BLOCKS))
     assert type(vace.blocks[0].attn1.processor) is SparseAttnProcessor
     assert type(vace.vace_blocks[0].attn1.processor) is not SparseAttnProcessor
@@ -59,10 +59,9 @@ def test_a_model_with_more_channels_keeps_its_patch_embedding(saved):
     for line, path in zip(left_out, paths, strict=True):
         assert line.startswith(f"{path}: patch_embedding.weight is ")
     assert torch.equal(target.patch_embedding.weight, before["patch_embedding.weight"])
-    for name, tensor in turbo.state_dict().items():
-        if name != "patch_embedding.weight":
-            expected = before[name] + (tensor - base.state_dict()[name])
-            assert torch.equal(target.state_dict()[name], expected), name
+    new, old = turbo.state_dict(), base.state_dict()
+    merged = {name: before[name] + (new[name] - old[name]) for name in new if name != "patch_embedding.weight"}
+    assert same_tensors(target.state_dict(), merged)
     assert "blocks.1.attn1.proj_l.weight" in target.state_dict()
 
 
@@ -82,7 +81,7 @@ def test_a_base_that_is_turbowan_is_refused(saved, both):
     reason = "both have proj_l" if both else "they seem to be swapped"
     with pytest.raises(trp.PatchError, match=rf"base_path .*TurboWan\.pth, which has proj_l: {reason}"):
         trp.merge_turbodiffusion(turbo if both else base, turbo, model)
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same_tensors(model.state_dict(), before)
 
 
 def test_the_folders_of_pipelines(saved, tmp_path):
@@ -129,7 +128,7 @@ def test_quantised_weights_of_other_formats_are_refused_before_anything_is_writt
     files[which][f"{name}.{companion}"] = torch.tensor([0.01])
     with pytest.raises(trp.PatchError, match=rf"cannot merge: .*{name}\.{companion}"):
         trp.merge_turbodiffusion(saved(files["turbo"]), saved(files["base"], "Wan.pth"), model)
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same_tensors(model.state_dict(), before)
 
 
 def test_a_merge_that_fails_half_way_leaves_the_model_as_it_was(saved, monkeypatch):
@@ -148,4 +147,4 @@ def test_a_merge_that_fails_half_way_leaves_the_model_as_it_was(saved, monkeypat
             saved(turbo_weights(model)), saved(official_state_dict(tiny_wan_transformer(seed=31)), "Wan.pth"), model
         )
     assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same_tensors(model.state_dict(), before)

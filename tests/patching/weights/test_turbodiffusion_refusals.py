@@ -8,6 +8,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.official_ltx2 import ltx2_state_dict
 from tests.official_names import official_state_dict
+from tests.oracle import same_tensors
 from tests.patching.pairs import output_of
 from tests.patching.turbowan import SAGE, SLA, turbo_weights
 from tests.tiny_families import tiny_family_transformer
@@ -36,7 +37,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(saved, change, opti
     with pytest.raises(trp.PatchError, match=message):
         trp.load_turbodiffusion(saved(weights), model, **options)
     assert before.keys() == model.state_dict().keys()
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same_tensors(model.state_dict(), before)
     assert "forward" not in vars(model.blocks[0])
 
 
@@ -62,7 +63,7 @@ def test_an_ltx_2_file_does_not_fit_wan(saved):
             trp.PatchError, match=r"holds weights of LTX-2, but the Wan\w+ takes weights of Wan; give a file with these"
         ):
             trp.load_turbodiffusion(path, model, attention=attention)
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same_tensors(model.state_dict(), before)
     assert "forward" not in vars(model.blocks[0])
 
 
@@ -105,7 +106,7 @@ def test_a_failure_with_the_second_expert_leaves_both_as_they_were(saved, monkey
         trp.load_turbodiffusion(paths, pipe, **SAGE)
     for model, expected in zip(models, before, strict=True):
         assert model.state_dict().keys() == expected.keys()
-        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in expected.items())
+        assert same_tensors(model.state_dict(), expected)
         assert "forward" not in vars(model.blocks[0])
 
 

@@ -9,7 +9,7 @@ from diffusers.loaders.single_file_utils import convert_ltx2_transformer_to_diff
 
 import turbo_rcm_patch as trp
 from tests.official_ltx2 import LTX2_3, ltx2_state_dict
-from tests.oracle import relative_error
+from tests.oracle import relative_error, same_tensors
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
 from turbo_rcm_patch.patching.families.ltx2.names import LTX2_NAMES
@@ -17,6 +17,7 @@ from turbo_rcm_patch.patching.weights.store import convert_model
 from turbo_rcm_patch.tiers import QUANTIZED
 
 PREFIXES = ["", "model.", "velocity_model.", "model.velocity_model.", "model._fsdp_wrapped_module."]
+WRAPPERS = [("model", "model."), ("state_dict", ""), (None, "velocity_model.")]
 
 
 def student(family="ltx2", seed=9, **options):
@@ -58,8 +59,7 @@ def test_our_names_are_those_that_diffusers_converts(family):
     assert (set(converted) - unknown) | renamed == set(model.state_dict())
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("wrapper", ["generator", "model", "state_dict", None])
+@pytest.mark.parametrize(("wrapper", "prefix"), [*(("generator", prefix) for prefix in PREFIXES), *WRAPPERS])
 def test_every_value_comes_to_its_place(saved, prefix, wrapper):
     model, other = tiny_family_transformer("ltx2"), student()
     weights = ltx2_state_dict(other, prefix=prefix)
@@ -68,7 +68,7 @@ def test_every_value_comes_to_its_place(saved, prefix, wrapper):
     assert same(outputs(model), outputs(other))
     patch.restore()
     assert model.state_dict().keys() == other.state_dict().keys()
-    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert same_tensors(other.state_dict(), model.state_dict())
 
 
 def test_the_connectors_of_a_whole_file_are_left_out(saved):
@@ -156,7 +156,7 @@ def test_a_file_is_stored(saved, tmp_path, tier):
     if tier == "exact":
         model = LTX2VideoTransformer3DModel.from_pretrained(tmp_path / "out")
         assert dict(model.config).keys() >= dict(other.config).keys()
-        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+        assert same_tensors(other.state_dict(), model.state_dict())
         return
     model = tiny_family_transformer("ltx2", **HEADS, seed=4)
     trp.load_converted(tmp_path / "out", model, tier)
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(saved, change):
     with pytest.raises(trp.PatchError, match=message):
         trp.load_turbodiffusion(saved({"generator": weights}), model)
     assert before.keys() == model.state_dict().keys()
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same_tensors(model.state_dict(), before)
     assert "forward" not in vars(model.transformer_blocks[0])
 
 

@@ -1,5 +1,12 @@
 """scripts/tools/diffusers_suite.py: a test that sees the patch is shown, others are not."""
 
+import multiprocessing
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
 from scripts.tools import diffusers_suite
 
 SUITE = """
@@ -26,6 +33,27 @@ def test_of_a_weight():
 def test_skipped():
     pass
 """
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    """Let forks of this process run the tests, because a new process imports diffusers for ten seconds."""
+
+    def run(command, *, cwd, env, check):
+        assert command[:3] == [sys.executable, "-m", "pytest"]
+        process = multiprocessing.get_context("fork").Process(target=run_pytest, args=(command[3:], cwd, env))
+        process.start()
+        process.join()
+
+    monkeypatch.setattr(diffusers_suite, "subprocess", SimpleNamespace(run=run))
+
+
+def run_pytest(arguments, folder, environment):
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    pytest.main(arguments)
 
 
 def test_tests_whose_outcome_differs_are_shown(tmp_path, capsys):

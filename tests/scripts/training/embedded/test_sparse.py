@@ -11,6 +11,7 @@ from scripts.training import train_sparse
 from scripts.training.embedded import sparse, text
 from scripts.training.embedded.progress import Run
 from tests.lora_files import read_lora
+from tests.oracle import same_tensors
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL
 from turbo_rcm_patch.solvers import rcm_times
 
@@ -49,7 +50,7 @@ def test_it_stops_goes_on_and_ends_as_if_it_had_not_stopped(tmp_path, monkeypatc
 def test_what_learns_is_the_difference_and_the_teacher_stays(tmp_path, pipe):
     before = {name: tensor.clone() for name, tensor in pipe.transformer.state_dict().items()}
     learned = sparse.train_sparse(Run(tmp_path, 0), pipe, LATENTS, 2)
-    assert all(torch.equal(pipe.transformer.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same_tensors(pipe.transformer.state_dict(), before)
     assert not any(hook for block in pipe.transformer.blocks for hook in block.attn1.to_out[0]._forward_hooks)
     blocks = len(pipe.transformer.blocks)
     assert sum(name.endswith(".diff") for name in learned) == 2 * blocks
