@@ -43,6 +43,13 @@ def test_the_navigation_names_every_page():
     assert sorted(named_in(yaml.safe_load(CONFIG.read_text())["nav"])) == PAGES
 
 
+def test_the_site_is_built_strictly():
+    """With --quiet mkdocs counts no warnings."""
+    (line,) = re.findall(r"^mkdocs build .*", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert line.startswith("mkdocs build --strict --config-file docs/mkdocs.yml ")
+    assert "quiet" not in line
+
+
 @cache
 def anchors_of(page):
     """The headings' anchors that are the same on the code host and on the site."""
