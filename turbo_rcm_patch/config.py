@@ -42,10 +42,9 @@ class PatchConfig:
             has three more bits, and holds values up to 2e6. It rounds values below 2e-3 to multiples of 2e-6. "same"
             keeps the residual in the model's dtype. So do, always: models of other dtypes, calls under autograd, and
             8-bit blocks with a LoRA on sm_90, which run faster so.
-        vae: True patches the decoder of a pipeline's AutoencoderKLWan or AutoencoderKLQwenImage too, and the conversion
-            of its frames to "np" or "pil". The decoder computes in the VAE's own dtype in every tier. VAEs of other
-            classes stay as they are.
-        vae_chunk: how many latent frames the decoder takes at a time. Fewer take less memory; more are faster if frames
+        vae: True patches a pipeline's AutoencoderKLWan or AutoencoderKLQwenImage too, and the conversion of its frames
+            to "np" or "pil". The VAE computes in its own dtype in every tier. VAEs of other classes stay as they are.
+        vae_chunk: how many latent frames the VAE takes at a time. Fewer take less memory; more are faster if frames
             are small. None: one, or as many more as fit in 1 GiB (128 MiB for a tile), or part of one if memory is
             short.
 

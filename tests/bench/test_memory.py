@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import turbo_rcm_patch as trp
-from tests.patching.families.test_vae_memory import Peak
+from tests.patching.families.peak import Peak
 from turbo_rcm_patch.bench.memory import checking_stages, searching_stages
 from turbo_rcm_patch.bench.oracle import run_oracle, trace_in_fp32
 from turbo_rcm_patch.memory.choose import smallest

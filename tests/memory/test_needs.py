@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
-from tests.patching.families.test_vae_memory import Peak
+from tests.patching.families.peak import Peak
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.choose import Placement

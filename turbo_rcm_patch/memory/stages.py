@@ -14,7 +14,12 @@ from torch import nn
 from ..config import PatchConfig
 from ..patching.families import family_of
 from ..patching.families.vae import is_vae
-from ..patching.families.vae.chunks import decoding_bytes, encoding_bytes, unpatched_decoding_bytes
+from ..patching.families.vae.chunks import (
+    decoding_bytes,
+    encoding_bytes,
+    unpatched_decoding_bytes,
+    unpatched_encoding_bytes,
+)
 from ..patching.families.vae.sizes import latent_size
 from ..patching.text_encoder import has_graphs
 from ..patching.weights.convert import quantized_linears
@@ -141,6 +146,10 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
         if family_of(model) is not None:
             yield Stage("denoising, unpatched", (name,), _unpatched_denoising_bytes(name, patched, video) + kept)
     if vae is not None and is_vae(vae):  # others are not patched
+        if any(reads_image(model) for model in patched.models.values()):
+            given = video._replace(frames=1) if patched.own_timesteps else video
+            encoding = [unpatched_encoding_bytes(vae, *given, in_tiles=tiles) for tiles in (False, True)]
+            yield Stage("VAE encoding, unpatched", ("vae",), *encoding)
         decoding = [unpatched_decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
         yield Stage("decoding, unpatched", ("vae",), *decoding)
 

@@ -28,10 +28,10 @@ from .summary import (
     Section,
     as_html,
     as_text,
-    decoder_rows,
     plan_rows,
     transformer_section,
     unknown_line,
+    vae_rows,
     vae_section,
 )
 from .weights.convert import (
@@ -60,7 +60,7 @@ class Patch:
     Attributes:
         config: the configuration.
         transformers: the patched models by their name in the pipeline.
-        vae: the VAE whose decoder is patched, or that `patch` left unpatched for a reason. None if there is no VAE.
+        vae: the VAE that is patched, or that `patch` left unpatched for a reason. None if there is no VAE.
         unknown: a pipeline's transformers by name, if no family knows them and only its VAE is patched.
     """
 
@@ -131,7 +131,7 @@ class Patch:
         self._check_active("summarize")
         models = _only_patched(self.transformers).values()
         rows = [row for model in models for blocks in family_of(model).blocks for row in plan_rows(model, blocks)]
-        return rows if self.vae is None else [*rows, *decoder_rows(self.vae)]
+        return rows if self.vae is None else [*rows, *vae_rows(self.vae)]
 
     def restore(self) -> None:
         """Undo the patch on every model. A VAE that patched pipelines share is restored with the last of them.
@@ -168,7 +168,7 @@ class Patch:
 
 
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
-    """Bind fused forwards on the transformers and the VAE's decoder of a diffusers pipeline, or on one of them.
+    """Bind fused forwards on the transformers and the VAE of a diffusers pipeline, or on one of them.
 
     The pipeline's video processor then converts the decoded video on the GPU (video_output.py). Module classes,
     state_dict and `save_pretrained` stay the same. Parameters do too, except those that a tier stores in 8 bits

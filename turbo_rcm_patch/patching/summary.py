@@ -28,7 +28,7 @@ from .weights.convert import weights_note
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
 DENSE_FOOTER = "under autograd block-sparse attention is dense"
-VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own decoder runs"
+VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own code runs"
 NOT_CALLED_NOTE = "sharded or offloaded, and not called yet: what is fused shows after a first call"
 LAST_CALL_NOTE = "sharded or offloaded: the weights are here only while blocks run, so the table shows the last call"
 
@@ -131,7 +131,7 @@ def unknown_line(name: str, model: nn.Module) -> str:
 
 
 def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
-    """Return a row for each step of a VAE's decoder, then notes, or why the VAE is not patched.
+    """Return a table for each network of a VAE, then notes, or why the VAE is not patched.
 
     config: of the patch whose summary this is.
     """
@@ -139,22 +139,26 @@ def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
     if state is None:
         reason = vae_family.why_left_alone(vae) or "restored"
         return Section([(f"vae: {type(vae).__name__}, as without the patch: {reason}", [])], [])
-    title = _title("vae", vae, "decoder", vae.dtype)
+    tables = [(_title("vae", vae, name, vae.dtype), list(_network_rows(vae, name))) for name in vae_family.NETWORKS]
     options = ("vae", "vae_chunk", "implementation")
     theirs = [f"{name}={getattr(state.config, name)!r}" for name in options]
     is_others = any(getattr(state.config, name) != getattr(config, name) for name in options)
     notes = [f"patched by another call of patch, whose options stay: {', '.join(theirs)}"] if is_others else []
     if vae.dtype in measured.MEASURED_DTYPES:  # otherwise every convolution's row says that it was not measured
         notes += _measurements("convolutions", "conv_skip", get_module_execution_device(vae))
-    return Section([(title, list(decoder_rows(vae)))], [*notes, *vae_family.decoder_notes(vae), VAE_FOOTER])
+    return Section(tables, [*notes, *vae_family.vae_notes(vae), VAE_FOOTER])
 
 
-def decoder_rows(vae: nn.Module) -> Iterator[Row]:
-    """Yield a row for each step of a VAE's decoder. A VAE that is not patched has none."""
-    if vae_family.vae_state(vae) is None:
-        return
-    for name, steps in vae_family.decoder_steps(vae):
-        yield _row("decoder", "decoder", name, steps)
+def vae_rows(vae: nn.Module) -> Iterator[Row]:
+    """Yield a row for each step of a VAE's encoder and decoder. A VAE that is not patched has none."""
+    if vae_family.vae_state(vae) is not None:
+        for network in vae_family.NETWORKS:
+            yield from _network_rows(vae, network)
+
+
+def _network_rows(vae: nn.Module, network: str) -> Iterator[Row]:
+    for name, steps in vae_family.network_steps(vae, network):
+        yield _row(network, network, name, steps)
 
 
 def _exact_steps(config: PatchConfig) -> str | None:

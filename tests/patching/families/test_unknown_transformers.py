@@ -47,10 +47,10 @@ def test_the_vae_is_patched_and_the_transformer_named(caplog):
             "transformer: SanaVideoTransformer3DModel, as without the patch: its class is unknown; only the VAE is "
             "patched"
         )
-        assert patch.summary().startswith(f"{line}\n\nvae: AutoencoderKLWan, decoder, float32 on cpu")
+        assert patch.summary().startswith(f"{line}\n\nvae: AutoencoderKLWan, encoder, float32 on cpu")
         assert "video output: " in patch.summary()
         assert [r.message for r in caplog.records if r.name.startswith("turbo_rcm_patch")] == [line]
-        assert {row.blocks for row in patch.rows()} == {"decoder"}
+        assert {row.blocks for row in patch.rows()} == {"encoder", "decoder"}
         assert [set(vars(module)) for module in pipe.transformer.modules()] == before
         assert relative_error(video_of(pipe), expected) <= 1e-5
         assert not vae_state(pipe.vae).eager
@@ -74,7 +74,7 @@ def test_an_image_pipeline():
     expected = image()
     with trp.patch(pipe) as patch:
         assert patch.summary().startswith("transformer: QwenImageTransformer2DModel, as without the patch")
-        assert "vae: AutoencoderKLQwenImage, decoder, float32 on cpu" in patch.summary()
+        assert "vae: AutoencoderKLQwenImage, encoder, float32 on cpu" in patch.summary()
         assert relative_error(image(), expected) <= 1e-5
         assert not vae_state(pipe.vae).eager
     assert torch.equal(image(), expected)

@@ -20,7 +20,8 @@ from turbo_rcm_patch.kernels.launch import recorded
 from turbo_rcm_patch.kernels.reference import repeat_residual
 from turbo_rcm_patch.patching.families.vae import steps
 from turbo_rcm_patch.patching.families.vae.classes import DECODER
-from turbo_rcm_patch.patching.families.vae.decoder import _Run
+from turbo_rcm_patch.patching.families.vae.decoder import _Decoder
+from turbo_rcm_patch.patching.families.vae.layers import keep_last_frames
 from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
 from turbo_rcm_patch.tiers import EXACT
 
@@ -267,11 +268,9 @@ def test_zeros_before_an_only_first_frame_are_not_multiplied(frames, monkeypatch
 @pytest.mark.parametrize("frames", [1, 2, 3])
 def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames):
     """A chunk shorter than its window needs frames from before it too."""
-    from turbo_rcm_patch.patching.families.vae.decoder import _keep_last_frames
-
     front, x = (torch.randn(2, count, 1, 2, 3) for count in (2, frames))
     expected, place = torch.cat((front, x), 1)[:, -2:].clone(), front.data_ptr()
-    _keep_last_frames(front, x)
+    keep_last_frames(front, x)
     assert torch.equal(front, expected)
     assert front.data_ptr() == place
 
@@ -280,7 +279,7 @@ def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames):
 def test_a_shortcut_is_laid_out_as_little_as_can_be(given, made, times, size):
     """So many times as large as its input, not 8, 2, 4 and 12 times; nothing is copied where channels stay as they are.
     Latent frame 0 becomes one frame."""
-    x, shortcut, run = torch.randn(2, 3, 2, 4, given), DupUp3D(given, made, times, 2), _Run(None)
+    x, shortcut, run = torch.randn(2, 3, 2, 4, given), DupUp3D(given, made, times, 2), _Decoder(None)
     for is_first in (True, False):
         expected = shortcut(x.permute(0, 4, 1, 2, 3), first_chunk=is_first).permute(0, 2, 3, 4, 1)
         actual = run.shortcut(shortcut, x)
@@ -309,7 +308,7 @@ def test_each_norm_and_each_convolution_is_one_launch():
     vae.to("meta")
     with meta_is_gpu((8, 0), compile_without_gpu.MULTIPROCESSORS):
         launches = compile_without_gpu.record_launches(lambda: decode(vae, tiny_latents(1).to("meta")), (8, 0))
-        rows = {row.step: row for row in patch.rows()}
+        rows = {row.step: row for row in patch.rows() if row.blocks == "decoder"}
     names = Counter(launch.kernel.fn.__name__ for launch in launches)
     assert names["_rms_norm_silu_kernel"] == rows["norm + SiLU"].count == 22
     time_convs = 2  # latent frame 0 skips them

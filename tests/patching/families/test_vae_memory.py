@@ -1,6 +1,5 @@
-"""The frames that the decoder takes at a time, and their memory, at the real sizes on meta tensors."""
+"""The frames that the encoder and the decoder take at a time, and their memory, at the real sizes on meta tensors."""
 
-import weakref
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -8,16 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan, WanTransformer3DModel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import turbo_rcm_patch as trp
+from tests.patching.families.peak import as_on_a_gpu
 from tests.tiny_vae import tiny_latents, tiny_vae
-from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
-from turbo_rcm_patch.kernels.conv.conv_skip import result_shape
 from turbo_rcm_patch.patching.families import CASES
-from turbo_rcm_patch.patching.families.vae import chunks, forward, steps
+from turbo_rcm_patch.patching.families.vae import chunks, forward
 from turbo_rcm_patch.patching.families.vae.chunks import (
     MOST_ELEMENTS,
     TILES_WORKING_SET,
@@ -25,9 +21,11 @@ from turbo_rcm_patch.patching.families.vae.chunks import (
     decoding_bytes,
     encoding_bytes,
     frames_at_once,
+    frames_to_encode,
     free_for_decoding,
     output_shape,
     unpatched_decoding_bytes,
+    unpatched_encoding_bytes,
 )
 from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
 
@@ -43,58 +41,6 @@ SIZES = {"wan 2.1, 480p": WAN_480P, "wan 2.1, 720p": WAN_720P, "ti2v-5b, 720p": 
 BESIDE = [("wan 2.1, 720p", "wan2.1-14b", 1), ("ti2v-5b, 720p", "wan2.2-5b", 2)]
 
 
-LAYOUTS = {}  # by op and arguments, the layout of the new tensor that it returns; PyTorch takes longer to calculate it
-
-
-class Peak(TorchDispatchMode):
-    """Counts the bytes of tensors that ops made and that live together, without a model's weights and their views."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.bytes = self.alive = 0
-        self._seen = {weight.untyped_storage()._cdata for weight in model.parameters()}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = self._result(function, args, kwargs or {})
-        for result in results if isinstance(results, (tuple, list)) else (results,):
-            if isinstance(result, torch.Tensor):
-                self._count(result.untyped_storage())
-        return results
-
-    def take(self, size):
-        """Count bytes beside what lives now."""
-        self.bytes = max(self.bytes, self.alive + size)
-
-    def _result(self, function, args, kwargs):
-        """Return an op's result. A new tensor of known layout is made without the op."""
-        key = function, key_of(args), tuple(kwargs.items())
-        if key in LAYOUTS:
-            shape, stride, dtype = LAYOUTS[key]
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        result = function(*args, **kwargs)
-        is_new = isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in self._seen
-        if is_new and all(returned.alias_info is None for returned in function._schema.returns):
-            LAYOUTS[key] = result.shape, result.stride(), result.dtype
-        return result
-
-    def _count(self, storage):
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.alive += storage.nbytes()
-            self.take(0)
-            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-
-    def _forget(self, address, size):
-        self._seen.discard(address)
-        self.alive -= size
-
-
-def key_of(value):
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
-    return tuple(map(key_of, value)) if isinstance(value, (tuple, list)) else value
-
-
 IMAGE = "an image of qwen image's"
 
 
@@ -105,22 +51,9 @@ def real(size):
     return vae, torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
-NORM = Op("rms_norm_silu", (Kernel("one kernel", lambda _: None, lambda x, weight, silu: x.new_empty(x.shape)),))
-
-
-def convolved(x, weight, bias, residual, front, upsample, interleave):
-    return x.new_empty(result_shape(x, weight, front, upsample, interleave))
-
-
-CONVOLUTION = Op("conv_skip", (Kernel("one kernel", lambda _: None, convolved),))
-
-
 def peak(vae, z):
-    """Return the peak bytes of a decode as on a GPU: PyTorch's fused attention, and our convolutions and norms."""
-    fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
-    norm = mock.patch.object(steps, "RMS_NORM_SILU", NORM)
-    convolution = mock.patch.object(steps.kernels, "CONV_SKIP", CONVOLUTION)
-    with torch.no_grad(), fused, norm, convolution, Peak(vae) as counted, each_shape_of_tiles_once(counted):
+    """Return the peak bytes of a decode as on a GPU."""
+    with as_on_a_gpu(vae) as counted, each_shape_of_tiles_once(counted):
         vae.decode(z)
     return counted.bytes
 
@@ -128,7 +61,7 @@ def peak(vae, z):
 @contextmanager
 def each_shape_of_tiles_once(counted):
     """Decode only the first tile of each shape. The others take what it took, beside what lives then."""
-    made, joined, shapes, taken = forward._parts, forward._joined, [], {}
+    made, joined, shapes, taken = forward._parts, forward.joined, [], {}
 
     def parts(vae, z, *others):
         shapes.append(z.shape)
@@ -146,8 +79,15 @@ def each_shape_of_tiles_once(counted):
         counted.take(size)
         return torch.empty(frames, dtype=torch.bfloat16, device="meta")
 
-    with mock.patch.object(forward, "_parts", parts), mock.patch.object(forward, "_joined", join):
+    with mock.patch.object(forward, "_parts", parts), mock.patch.object(forward, "joined", join):
         yield
+
+
+def encoding_peak(vae, x):
+    """Return the peak bytes of an encode as on a GPU, with the video."""
+    with as_on_a_gpu(vae) as counted:
+        vae.encode(x)
+    return counted.bytes
 
 
 @cache
@@ -217,6 +157,51 @@ def test_the_estimate_is_what_a_decode_takes(size):
     assert 0.95 <= decoding_bytes(vae, *video_of(vae, z), free=0) / peak_with([1] * 5, vae, z) <= 1.1
 
 
+def pixels(size, frames):
+    vae, z = real(size)
+    height, width, _ = video_of(vae, z)
+    return vae, torch.empty(1, 3, frames, height, width, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("size", "frames"),
+    [("wan 2.1, 480p", 9), ("wan 2.1, 720p", 9), ("ti2v-5b, 720p", 9), ("ti2v-5b, 720p", 1), (IMAGE, 1)],
+)
+def test_an_encode_takes_less_than_diffusers_and_what_is_estimated(size, frames):
+    vae, x = pixels(size, frames)
+    unpatched = encoding_peak(vae, x)
+    with trp.patch(vae):
+        patched = encoding_peak(vae, x)
+    with trp.patch(vae, trp.Exact(vae_chunk=2)):
+        more = encoding_peak(vae, x)
+    assert patched < unpatched
+    assert patched < more or frames == 1
+    assert 0.95 <= (encoding_bytes(vae, *x.shape[-2:], frames) - x.numel() * x.itemsize) / patched <= 1.05
+
+
+def test_an_encode_in_tiles_takes_less_than_diffusers():
+    vae, x = pixels("wan 2.1, 480p", 5)
+    x = x[..., :360, :360]  # four tiles
+    vae.enable_tiling()
+    unpatched = encoding_peak(vae, x)
+    with trp.patch(vae):
+        patched = encoding_peak(vae, x)
+    assert patched < unpatched
+    estimate = encoding_bytes(vae, *x.shape[-2:], 5, in_tiles=True) - x.numel() * x.itemsize
+    assert 0.9 <= estimate / patched <= 1.1
+
+
+def test_small_videos_are_encoded_many_frames_at_a_time():
+    vae, _ = real("wan 2.1, 480p")
+    assert frames_to_encode(vae, 480 * 832, 2, None) == 4
+    assert frames_to_encode(vae, 256 * 256, 2, None) == 28
+    assert frames_to_encode(vae, 256 * 256, 2, None, free=1 << 28) == 4
+    assert frames_to_encode(vae, 256 * 256, 2, 3, free=1 << 28) == 12  # who asks gets it
+    huge = 540 * 960
+    assert 12 * 288 * huge < MOST_ELEMENTS < 16 * 288 * huge  # convolutions count elements with 32 bits
+    assert frames_to_encode(vae, huge, 2, 64) == 12
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_estimate_of_diffusers_own_decode_leaves_room_for_what_cudnn_lays_out_anew(size):
     vae, z = real(size)
@@ -254,7 +239,7 @@ def test_the_estimate_is_what_a_gpu_measured(options, video, whole, one, tiles, 
     if encode is not None:
         height, width, frames = video
         given = 2 * 3 * frames * height * width * 2
-        assert 0.99 <= (encoding_bytes(vae, *video) - given) / encode <= 1.01
+        assert 0.99 <= (unpatched_encoding_bytes(vae, *video) - given) / encode <= 1.01
 
 
 def video_of(vae, z):

@@ -78,7 +78,7 @@ def check_supported(name: str, transformer: nn.Module) -> list[str]:
         remedy = (
             "patch the model before compiling it"
             if compiled
-            else f"supported: {SUPPORTED}; AutoencoderKLWan and AutoencoderKLQwenImage (their decoders)"
+            else f"supported: {SUPPORTED}; AutoencoderKLWan and AutoencoderKLQwenImage (VAEs)"
         )
         return [f"{name} is {with_article(class_path(transformer))}; {remedy}."]
     if is_sharded(transformer):

@@ -1,8 +1,8 @@
-"""The number of frames that each stage of the decoder takes at a time, and the memory that it takes with them.
+"""The number of frames that the encoder and each stage of the decoder take at a time, and the memory with them.
 
 All frames of a video at once take too much memory. One latent frame at a time leaves a GPU idle if frames are small. So
 a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. It takes
-fewer if memory is short, down to one.
+fewer if memory is short, down to one. The encoder takes FRAMES then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .classes import CAUSAL, RESAMPLE, RESIDUAL_BLOCK, RESIDUAL_UP_BLOCK, patch_size_of
+from .classes import CAUSAL, RESAMPLE, RESIDUAL_BLOCK, RESIDUAL_DOWN_BLOCK, RESIDUAL_UP_BLOCK, patch_size_of
+from .encoder import FRAMES, PIXEL
 from .sizes import latent_size
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
@@ -164,25 +165,90 @@ def _latent_frame_bytes(vae: nn.Module, pixels: int, frames: int) -> int:
     return round((kept + alive) * pixels) * vae.dtype.itemsize
 
 
+def frames_of_a_latent(encoder: nn.Module) -> int:
+    """Return the number of frames that become one latent frame, after frame 0."""
+    return 2 ** sum(type(m) in RESAMPLE and m.mode == "downsample3d" for m in encoder.modules())
+
+
+def frames_to_encode(
+    vae: nn.Module,
+    pixels: int,
+    itemsize: int,
+    latents: int | None,
+    *,
+    working_set: int = WORKING_SET,
+    free: int | None = None,
+) -> int:
+    """Return the number of frames that the encoder takes at a time, a multiple of FRAMES.
+
+    pixels: of a frame of all samples, after patchifying. latents: the frames of this many latent frames. None: memory
+    decides. working_set: bytes of activations. free: bytes that are free for them, if that is known.
+    """
+    alive, kept = _alive_in_encoder(vae.encoder)
+    frame = round(alive * pixels)
+    wanted = FRAMES * latents if latents else working_set // (frame * itemsize)
+    frames = max(FRAMES, min(wanted, MOST_ELEMENTS // frame) // FRAMES * FRAMES)
+    is_too_much = latents is None and free is not None and ROOM * (frames * alive + kept) * pixels * itemsize > free
+    return FRAMES if is_too_much else frames
+
+
 def encoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
+    """Return the bytes that encoding a video of this size in pixels computes with, with the video and a copy of it."""
+    pixels, working_set = _pixels_to_encode(vae, height, width, in_tiles)
+    alive, kept = _alive_in_encoder(vae.encoder)
+    at_once = min(frames, frames_to_encode(vae, pixels, vae.dtype.itemsize, None, working_set=working_set))
+    return round((kept * (frames > 1) + at_once * alive) * pixels + _video_twice(vae, height, width, frames)) * (
+        vae.dtype.itemsize
+    )
+
+
+def unpatched_encoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
     """Return the bytes that diffusers takes to encode a video of this size in pixels, with the video and a copy of it.
 
     It takes four frames at a time, after the first. An H200 measured 7.5 such tensors of the first convolution's width
     beside the frames that convolutions keep.
     """
-    pixels, patch = height * width, patch_size_of(vae)
-    if in_tiles:
-        pixels = min(pixels, vae.tile_sample_min_height * vae.tile_sample_min_width)
-    channels, kept, scale = vae.encoder.conv_in.out_channels, _kept(vae.encoder.conv_in), 1.0
-    for block in vae.encoder.down_blocks:
-        convolutions = [m for m in block.modules() if type(m) in RESIDUAL_BLOCK]
-        kept += scale * sum(map(_kept, convolutions))
-        for resample in (module for module in block.modules() if type(module) in RESAMPLE):
-            scale /= 4
-            kept += scale * _kept(resample)
-    kept += scale * (_kept(vae.encoder.mid_block) + _kept(vae.encoder.conv_out))
-    alive = 7.5 * min(frames, 4) * channels
-    return round((kept + alive) * pixels / patch**2 + 2 * 3 * frames * height * width) * vae.dtype.itemsize
+    pixels, _ = _pixels_to_encode(vae, height, width, in_tiles)
+    _, kept = _alive_in_encoder(vae.encoder)
+    alive = 7.5 * min(frames, FRAMES) * vae.encoder.conv_in.out_channels
+    return round((kept + alive) * pixels + _video_twice(vae, height, width, frames)) * vae.dtype.itemsize
+
+
+def _pixels_to_encode(vae: nn.Module, height: int, width: int, in_tiles: bool) -> tuple[int, int]:
+    """Return the pixels of a frame or a tile that is encoded, after patchifying, and the working set for it."""
+    pixels = height * width // patch_size_of(vae) ** 2
+    tile = vae.tile_sample_min_height * vae.tile_sample_min_width
+    return (tile, TILES_WORKING_SET) if in_tiles and tile < pixels else (pixels, WORKING_SET)
+
+
+def _video_twice(vae: nn.Module, height: int, width: int, frames: int) -> int:
+    channels = vae.encoder.conv_in.in_channels // patch_size_of(vae) ** 2
+    return 2 * channels * frames * height * width
+
+
+def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
+    """Return the elements for each pixel of a frame: those alive at once for each frame, and those of frames kept.
+
+    Alive in a resnet are its input, and either a convolution's input and result, or for the second one the shortcut's
+    result too if it is a convolution. A residual block's input stays alive.
+    """
+    alive, kept = PIXEL + encoder.conv_in.out_channels, _kept(encoder.conv_in)
+    pixels = frames = 1.0  # those that one pixel and one frame have become
+    block_input = 0
+    for module in encoder.modules():
+        if type(module) in RESIDUAL_DOWN_BLOCK:
+            block_input = module.resnets[0].in_dim
+        elif type(module) in RESIDUAL_BLOCK:
+            given, made = module.in_dim, module.out_dim
+            second = (3 if given != made else 2) * made
+            alive = max(alive, pixels * frames * (block_input + given + max(2 * given, given + made, second)))
+            kept += pixels * _kept(module)
+        elif type(module) in RESAMPLE:
+            alive = max(alive, pixels * frames * (block_input + 2.25 * module.dim))
+            pixels /= 4
+            kept += pixels * _kept(module)
+            frames /= 2 if module.mode == "downsample3d" else 1
+    return alive, kept + pixels * _kept(encoder.conv_out)
 
 
 def stages_of(decoder: nn.Module, *, is_image: bool = False) -> list[Stage]:

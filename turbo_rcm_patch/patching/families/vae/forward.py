@@ -1,6 +1,7 @@
-"""The methods that the patch binds on a VAE: `_decode` and `tiled_decode`. `decode`, slicing and `forward` call them.
+"""The methods that the patch binds on a VAE's decoder: `_decode` and `tiled_decode`. `decode` and `forward` call them.
 
-Their loops over frames are replaced. The tiles, their blending and the results are diffusers' own.
+Their loops over frames are replaced. The tiles, their blending and the results are diffusers' own. encode.py has the
+same for the encoder.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from ..family import graph_of
 from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape
 from .classes import clamps_tiles, patch_size_of
 from .decoder import decoded
-from .plain import why_not_plain_decoder
-from .steps import DecoderPlan, takes_front
+from .plain import why_not_plain
+from .steps import VaePlan, takes_front
+from .tiles import Tiles, run_in_tiles
 
 # For each VAE, the implementations, devices and dtypes whose kernels are compiled. The record outlives a patch, because
 # looking for kernels that are left to compile takes 0.15 s each time.
@@ -38,13 +40,14 @@ _COMPILED: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()
 class VaeState:
     """The patch's state on a VAE.
 
-    users: the models that it was patched with. eager: the count of decodes that diffusers' code ran, by reason.
-    receive: gets frames as they are made (`frames_sent_to`).
+    users: the models that it was patched with. eager, eager_encodes: the count of decodes and encodes that diffusers'
+    code ran, by reason. receive: gets frames as they are made (`frames_sent_to`).
     """
 
     config: PatchConfig
     users: WeakSet[nn.Module] = field(default_factory=WeakSet)
     eager: Counter[str] = field(default_factory=Counter)
+    eager_encodes: Counter[str] = field(default_factory=Counter)
     receive: Callable[[torch.Tensor], None] | None = None
 
     def __reduce__(self) -> tuple:
@@ -86,67 +89,68 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
         return type(self)._decode(self, z, return_dict=return_dict)
     if in_tiles:
         return self.tiled_decode(z, return_dict=return_dict)
-    shown = _received(self, (_shown(self, frames) for frames in _parts(self, z, _at_once(self, z), _plan(self, z))))
-    return _output(_joined(shown, output_shape(self, z)[2]), return_dict)
+    shown = _received(self, (_shown(self, frames) for frames in _parts(self, z, _at_once(self, z), plan_for(self, z))))
+    return _output(joined(shown, output_shape(self, z)[2]), return_dict)
 
 
 def tiled_decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-    """Run the VAE's `tiled_decode` with several latent frames of a tile at a time. Bound on instances.
-
-    Only a tile's visible part is kept, in its place in the sample, and the ends that other tiles are blended with.
-    """
+    """Run the VAE's `tiled_decode` with several latent frames of a tile at a time. Bound on instances."""
     if not _takes(self, z):
         return type(self).tiled_decode(self, z, return_dict=return_dict)
     ratio, patch = self.spatial_compression_ratio, patch_size_of(self)
-    tile = self.tile_sample_min_height, self.tile_sample_min_width
-    stride = self.tile_sample_stride_height, self.tile_sample_stride_width
-    (tile_h, tile_w), (step_h, step_w) = ([edge // ratio for edge in edges] for edges in (tile, stride))
-    crop_h, crop_w = (edge // patch for edge in stride)
-    blend_h, blend_w = (max(0, whole // patch - crop) for whole, crop in zip(tile, (crop_h, crop_w), strict=True))
-    (height, width), count = z.shape[-2:], output_shape(self, z)[2]
-    at_once = _at_once(self, z, z[..., :tile_h, :tile_w])
+    edges = self.tile_sample_min_height, self.tile_sample_min_width
+    strides = self.tile_sample_stride_height, self.tile_sample_stride_width
+    crop = tuple(stride // patch for stride in strides)
+    tiles = Tiles(
+        size=tuple(edge // ratio for edge in edges),
+        step=tuple(stride // ratio for stride in strides),
+        crop=crop,
+        blend=tuple(max(0, edge // patch - shown) for edge, shown in zip(edges, crop, strict=True)),
+    )
+    count, plan = output_shape(self, z)[2], plan_for(self, z)
+    at_once = _at_once(self, z, z[..., : tiles.size[0], : tiles.size[1]])
     channels = self.decoder.conv_out.out_channels // patch**2
-    sample = z.new_empty(z.shape[0], channels, count, *(edge * ratio // patch * patch for edge in (height, width)))
-    plan = _plan(self, z)
-    ends: dict[int, torch.Tensor] = {}  # of the tiles above, by column
-    bottom = 0
-    for top in range(0, height, step_h):
-        left, right, band = None, 0, sample[..., bottom:, :]
-        for first in range(0, width, step_w):
-            part = z[..., top : top + tile_h, first : first + tile_w]
-            frames = _joined(_parts(self, part, at_once, plan), count)
-            if top > 0:
-                _blend(ends.pop(first), frames, blend_h, dim=-2)
-            if left is not None:
-                _blend(left, frames, blend_w, dim=-1)
-            ends[first], left = _end(frames, blend_h, dim=-2), _end(frames, blend_w, dim=-1)
-            shown = _shown(self, frames[..., :crop_h, :crop_w], clamp=clamps_tiles(self))
-            place = band[..., : shown.shape[-2], right : right + shown.shape[-1]]
-            place.copy_(shown[..., : place.shape[-2], : place.shape[-1]])
-            right += place.shape[-1]
-            del frames, shown  # not kept while the next tile is decoded
-        bottom += place.shape[-2]
-    return _output(sample[..., :bottom, :right].contiguous(), return_dict)  # smaller where tiles are less than strides
+    sample = z.new_empty(z.shape[0], channels, count, *(edge * ratio // patch * patch for edge in z.shape[-2:]))
+    sample = run_in_tiles(
+        z,
+        tiles,
+        lambda part: joined(_parts(self, part, at_once, plan), count),
+        sample,
+        lambda frames: _shown(self, frames, clamp=clamps_tiles(self)),
+    )
+    return _output(sample.contiguous(), return_dict)
 
 
 def _takes(vae: nn.Module, z: torch.Tensor, *, counted: bool = True) -> bool:
     """True if our code decodes z. If not, the reason is counted for the summary if `counted`."""
+
+    def fits() -> bool:
+        return z.dim() == 5 and z.shape[1] == vae.config.z_dim and z.numel() > 0
+
+    return takes(vae, z, "decoder", fits, counted=counted)
+
+
+def takes(vae: nn.Module, x: torch.Tensor, network: str, fits: Callable[[], bool], *, counted: bool) -> bool:
+    """True if our code runs a network of the VAE on x. If not, the reason is counted for the summary if `counted`.
+
+    network: "encoder" or "decoder". fits: returns True if x has a shape that a plain network takes.
+    """
     if torch.compiler.is_compiling():
         return False
-    reason = _why_not_call(vae, z) or why_not_plain_decoder(vae, z.device, z.dtype)
+    reason = _why_not_call(vae, x) or why_not_plain(vae, network, x.device, x.dtype)
+    reason = reason or (None if fits() else "input of another shape")
     if reason is not None and counted:
-        vae_state(vae).eager[reason] += 1
+        state = vae_state(vae)
+        (state.eager if network == "decoder" else state.eager_encodes)[reason] += 1
     return reason is None
 
 
-def _why_not_call(vae: nn.Module, z: torch.Tensor) -> str | None:
-    if derivative_of(vae, z) is not None:
+def _why_not_call(vae: nn.Module, x: torch.Tensor) -> str | None:
+    if derivative_of(vae, x) is not None:
         return "autograd"
-    if is_autocast(z.device):
+    if is_autocast(x.device):
         return "autocast"
-    if type(z) not in (torch.Tensor, nn.Parameter):
-        return f"{type(z).__name__} latents"
-    return None if z.dim() == 5 and z.shape[1] == vae.config.z_dim and z.numel() > 0 else "latents of another shape"
+    return None if type(x) in (torch.Tensor, nn.Parameter) else f"a {type(x).__name__}"
 
 
 def call_for(vae: nn.Module, device: torch.device, dtype: torch.dtype) -> Call:
@@ -157,72 +161,70 @@ def call_for(vae: nn.Module, device: torch.device, dtype: torch.dtype) -> Call:
 
 def _at_once(vae: nn.Module, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
     """Return the number of frames that each stage takes at a time, for latents z or for a tile of them."""
-    free, chunk = free_for_decoding(vae, z.device), vae_state(vae).config.vae_chunk
-    left = None if free is None else free - math.prod(output_shape(vae, z)) * z.itemsize - _graph_memory(vae)
+    chunk, left = (
+        vae_state(vae).config.vae_chunk,
+        free_beside(vae, z.device, math.prod(output_shape(vae, z)) * z.itemsize),
+    )
     if tile is None:
         return frames_at_once(vae, z, chunk, free=left)
     return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, free=left)
 
 
-def _graph_memory(vae: nn.Module) -> int:
-    """Return the bytes that only CUDA graphs can use, over the models that were patched with the VAE."""
+def free_beside(vae: nn.Module, device: torch.device, result: int) -> int | None:
+    """Return the bytes that are free for activations beside a result of so many bytes, or None if that is not known.
+
+    The memory that only CUDA graphs can use, of the models that were patched with the VAE, is not free.
+    """
+    free = free_for_decoding(vae, device)
     graphs = filter(None, map(graph_of, vae_state(vae).users))
-    return sum(graph.reserved_bytes or 0 for graph in graphs)
+    return None if free is None else free - result - sum(graph.reserved_bytes or 0 for graph in graphs)
 
 
-def _plan(vae: nn.Module, z: torch.Tensor) -> DecoderPlan:
-    return DecoderPlan(call_for(vae, z.device, z.dtype))
+def plan_for(vae: nn.Module, x: torch.Tensor) -> VaePlan:
+    return VaePlan(call_for(vae, x.device, x.dtype))
 
 
-def _parts(vae: nn.Module, z: torch.Tensor, frames: list[int], plan: DecoderPlan) -> Iterator[torch.Tensor]:
+def _parts(vae: nn.Module, z: torch.Tensor, frames: list[int], plan: VaePlan) -> Iterator[torch.Tensor]:
     """Return the parts of `decoded`. Compile the kernels ahead if this is the first decode of its kind."""
-    compiled, kind = _COMPILED.setdefault(vae, set()), (plan.call.config.implementation, z.device, z.dtype)
-    if kind not in compiled and _launches_kernels(vae, z, plan) and why_not_recorded((z,)) is None:
-        # Compiled one after the other the kernels take half a minute. An extra run of a plain decoder has no effect.
-        kernels.compile_ahead(lambda: deque(decoded(vae, z, plan, frames), maxlen=0))
+    return compiled_ahead(vae, vae.decoder, z, plan, lambda: decoded(vae, z, plan, frames))
+
+
+def compiled_ahead(
+    vae: nn.Module, network: nn.Module, x: torch.Tensor, plan: VaePlan, run: Callable[[], Iterator[torch.Tensor]]
+) -> Iterator[torch.Tensor]:
+    """Return ``run()``, the parts of an encode or a decode. If it is the first of its kind, compile the kernels ahead.
+
+    network: the VAE's encoder or decoder. x: its input, [B, C, F, H, W].
+    """
+    compiled = _COMPILED.setdefault(vae, set())
+    kind = network is vae.encoder, plan.call.config.implementation, x.device, x.dtype
+    if kind not in compiled and _launches_kernels(network, x, plan) and why_not_recorded((x,)) is None:
+        # Compiled one after the other the kernels take half a minute. An extra run of a plain network has no effect.
+        kernels.compile_ahead(lambda: deque(run(), maxlen=0))
         compiled.add(kind)
-    return decoded(vae, z, plan, frames)
+    return run()
 
 
-def _launches_kernels(vae: nn.Module, z: torch.Tensor, plan: DecoderPlan) -> bool:
+def _launches_kernels(network: nn.Module, x: torch.Tensor, plan: VaePlan) -> bool:
     """True on a GPU, if the convolutions are kernels too. PyTorch's would run while others are only compiled."""
-    return z.is_cuda and _convolutions_are_ours(vae, z, plan)
+    return x.is_cuda and _convolutions_are_ours(network, x, plan)
 
 
-def _convolutions_are_ours(vae: nn.Module, z: torch.Tensor, plan: DecoderPlan) -> bool:
-    shape = z.permute(0, 2, 3, 4, 1).shape
-    return takes_front(plan.convolution(vae.decoder.conv_in, shape))
+def _convolutions_are_ours(network: nn.Module, x: torch.Tensor, plan: VaePlan) -> bool:
+    shape = x.permute(0, 2, 3, 4, 1).shape
+    return takes_front(plan.convolution(network.conv_in, shape))
 
 
-def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) -> None:
-    """Fade the end of the previous tile into the beginning of frames, in place, along a dimension."""
-    extent = min(before.shape[dim], frames.shape[dim], extent)
-    if extent <= 0:
-        return
-    wide = torch.promote_types(frames.dtype, torch.float32)
-    share = torch.arange(extent, device=frames.device, dtype=wide) / extent
-    share = share[:, None] if dim == -2 else share
-    old = before.narrow(dim, before.shape[dim] - extent, extent).to(wide)
-    new = frames.narrow(dim, 0, extent)
-    new.copy_(old * (1 - share) + new.to(wide) * share)
-
-
-def _end(frames: torch.Tensor, extent: int, dim: int) -> torch.Tensor:
-    """Return a copy of the last rows or columns, so that the rest need not be kept."""
-    start = max(0, frames.shape[dim] - extent)
-    return frames.narrow(dim, start, frames.shape[dim] - start).clone()
-
-
-def _joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
+def joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
     """Join parts to `count` frames [B, C, count, H, W]. Each part is copied before the next is made."""
-    joined, done = None, 0
+    whole, done = None, 0
     for part in parts:
-        if joined is None:
-            joined = part.new_empty(*part.shape[:2], count, *part.shape[3:])
-        joined[:, :, done : done + part.shape[2]] = part
+        if whole is None:
+            whole = part.new_empty(*part.shape[:2], count, *part.shape[3:])
+        whole[:, :, done : done + part.shape[2]] = part
         done += part.shape[2]
         del part
-    return joined
+    return whole
 
 
 def _received(vae: nn.Module, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:

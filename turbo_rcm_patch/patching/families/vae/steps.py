@@ -1,4 +1,4 @@
-"""The steps of the decoder, each with its kernel, or the reason why it is not ours.
+"""The steps of the encoder and the decoder, each with its kernel, or the reason why it is not ours.
 
 Activations are channels-last, [B, T, H, W, C]. Modules are plain (plain.py decides), and read when a step runs.
 """
@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .... import kernels
 from ....kernels.conv.conv_pytorch import convolve
+from ....kernels.conv.conv_skip import CONVOLUTION
 from ....kernels.rows.rms_norm_silu import RMS_NORM_SILU
 from ...steps.attention import pick_attention
 from ...steps.layers import ALONE
 from ...steps.plan import LINEAR, Call, Step
 
 
-class DecoderPlan:
-    """The steps of a decoder for one device and dtype. Each is chosen once, a convolution once per shape.
+class VaePlan:
+    """The steps of an encoder or a decoder for one device and dtype. Each is chosen once, a convolution once per shape.
 
-    It lasts for one decode, within which no module changes.
+    It lasts for one encode or decode, within which no module changes.
     """
 
     def __init__(self, call: Call):
@@ -34,6 +37,10 @@ class DecoderPlan:
         is_alone: True if x is one frame, and there are only zeros before it.
         """
         return self._once(convolution_alone if is_alone else convolution, conv, shape)
+
+    def downsampling(self, conv: nn.Conv2d | nn.Conv3d) -> Step:
+        """Return the step of a convolution that halves height and width, or frames."""
+        return self._once(downsampling, conv)
 
     def rms_norm(self, norm: nn.Module) -> Step:
         """Return the step of a norm."""
@@ -60,7 +67,7 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call,
 
     Step: (x, residual=None, front=None) -> [B, T', H', W', N].
     front: the kt - 1 frames before x, for a step that `takes_front`, so that nothing is padded in time. Otherwise x
-        begins with these frames.
+        begins with these frames. x may have more channels than the convolution. These are not read.
 
     In the decoder a convolution over images with a window of 3×3 and stride 1 comes after upsampling. Its step doubles
     x's height and width first, by repeating pixels. Its residual may be smaller, as `kernels.conv_skip` takes it. A
@@ -75,7 +82,7 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call,
         kernels.CONV_SKIP,
         kernels.ConvSpec,
         shape=tuple(shape),
-        weight_shape=(conv.out_channels, kt, kh, kw, conv.in_channels),
+        weight_shape=(conv.out_channels, kt, kh, kw, shape[-1]),
         upsample=upsample,
         interleave=interleave,
         in_model=True,
@@ -99,7 +106,31 @@ def _convolve(launch, conv, frames, upsample, interleave, x, residual=None, fron
     # time. If the packed weights were kept, all of them would be a large part of a decode's memory.
     weight = conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
     weight = weight[:, -frames:]
+    if x.shape[-1] > conv.in_channels:
+        weight = F.pad(weight, (0, x.shape[-1] - conv.in_channels))
     return launch(x, weight, conv.bias, residual, front, upsample, interleave)
+
+
+def downsampling(conv: nn.Conv2d | nn.Conv3d, call: Call) -> Step:
+    """Return a convolution of stride 2.
+
+    Over images it takes x [B, T, H, W, C] and pads one row and one column of zeros at the end. Over time it takes
+    (x [B, T, H, W, C], front [B, 1, H, W, C]) with an even T, and reads the frames 2t - 1, 2t and 2t + 1.
+    """
+    if isinstance(conv, nn.Conv2d):
+        return Step(partial(_halve_images, conv), CONVOLUTION, "stride 2")
+    return Step(partial(_halve_frames, conv), LINEAR, "stride 2")
+
+
+def _halve_images(conv, x):
+    images = F.pad(x.flatten(0, 1).permute(0, 3, 1, 2), (0, 1, 0, 1))
+    return F.conv2d(images, conv.weight, conv.bias, stride=2).permute(0, 2, 3, 1).unflatten(0, x.shape[:2])
+
+
+def _halve_frames(conv, x, front):
+    odd = x[:, 1::2]
+    windows = torch.cat((torch.cat((front, odd[:, :-1]), 1), x[:, ::2], odd), -1)
+    return F.linear(windows, conv.weight.flatten(2).transpose(1, 2).flatten(1), conv.bias)
 
 
 def rms_norm(norm: nn.Module, call: Call) -> Step:

@@ -1,0 +1,104 @@
+"""The layers that a VAE's encoder and decoder have in common, on channels-last activations [B, T, H, W, C].
+
+diffusers keeps for each causal convolution the last frames that it read. Here these frames are a second input of the
+convolution, its front: zeros at first, later the last frames of the previous chunk. If the first chunk is one frame, as
+for an image, zeros are not multiplied: only the last frame of the convolution's window is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .steps import VaePlan, kernel_size, takes_front
+
+
+class Run:
+    """One run of an encoder or a decoder. Each layer is called with the frames in their order.
+
+    is_image: True if there is only one frame, so that no frames are kept for a next chunk.
+    """
+
+    def __init__(self, plan: VaePlan, *, is_image: bool = False):
+        self._plan, self._is_image = plan, is_image
+        self._fronts: dict[nn.Module, torch.Tensor] = {}  # by convolution the last frames of its input so far
+
+    def mid_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        first, *others = block.resnets
+        x = self.residual_block(first, x)
+        for attn, resnet in zip(block.attentions, others, strict=False):
+            x = self.residual_block(resnet, x if attn is None else self.attention_block(attn, x))
+        return x
+
+    def residual_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_silu(block.norm1, x)
+        y, front = self.with_front(block.conv1, y)
+        y = self.convolve(block.conv1, y, front=front)
+        y = self.norm_silu(block.norm2, y)
+        y, front = self.with_front(block.conv2, y)
+        # Not earlier, where more is alive.
+        shortcut = x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
+        return self.convolve(block.conv2, y, shortcut, front)
+
+    def attention_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        B, T, H, W, C = x.shape
+        qkv = self.convolve(block.to_qkv, self._plan.rms_norm(block.norm).run(x, silu=False))
+        q, k, v = qkv.reshape(B * T, H * W, 1, 3 * C).chunk(3, dim=-1)
+        attended = self._plan.attention(C).run(q, k, v)
+        return self.convolve(block.proj, attended.reshape(x.shape), x)
+
+    def norm_silu(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self._plan.rms_norm(norm).run(x)
+
+    def causal(self, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x, front = self.with_front(conv, x)
+        return self.convolve(conv, x, front=front)
+
+    def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a causal convolution's input for x, and the last frames of its previous input.
+
+        For PyTorch's convolution these are prepended to x instead. Before a first frame alone there are none. Callers
+        drop x before they convolve, to free memory.
+        """
+        is_alone = x.shape[1] == 1 and conv not in self._fronts
+        if is_alone and self._is_image:
+            return x, None
+        if conv not in self._fronts:
+            self._fronts[conv] = x.new_zeros(x.shape[0], kernel_size(conv)[0] - 1, *x.shape[2:])
+        front = self._fronts[conv]
+        if is_alone:
+            keep_last_frames(front, x)
+            return x, None
+        if takes_front(self._plan.convolution(conv, x.shape)):
+            return x, front
+        x = torch.cat((front, x), 1)
+        keep_last_frames(front, x)
+        return x, None
+
+    def convolve(
+        self,
+        conv: nn.Module,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        front: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        B, T, *image = x.shape
+        after_front = T - kernel_size(conv)[0] + 1
+        is_alone = front is None and after_front < 1
+        new = T if front is not None or is_alone else after_front
+        y = self._plan.convolution(conv, (B, new, *image), is_alone).run(x, residual, front)
+        if front is not None:
+            keep_last_frames(front, x)
+        return y
+
+
+def keep_last_frames(front: torch.Tensor, x: torch.Tensor) -> None:
+    """Replace the frames of a front by the last ones of front and x together, in place.
+
+    Fronts are most of what a decode of large frames holds. In place they never exist twice, and leave no gaps between
+    what PyTorch's allocator reuses.
+    """
+    left = front.shape[1] - x.shape[1]
+    if left > 0:
+        front[:, :left] = front[:, -left:]  # at most one frame of two, so that they do not overlap
+    front[:, max(0, left) :] = x[:, -front.shape[1] :]

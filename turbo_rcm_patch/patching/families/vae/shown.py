@@ -1,0 +1,97 @@
+"""The summary's rows and notes for a VAE: the steps of its encoder and decoder, and what diffusers' own code ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from diffusers.utils.torch_utils import get_module_execution_device
+from torch import nn
+
+from ...steps.plan import MODULE, Call, Step
+from .chunks import TILES_WORKING_SET, WORKING_SET
+from .classes import ATTENTION, NORM, RESAMPLE
+from .encode import encode
+from .encoder import PIXEL
+from .forward import call_for, decode, vae_state
+from .plain import why_not_plain
+from .steps import attention, convolution, downsampling, kernel_size, rms_norm
+
+NETWORKS = ("encoder", "decoder")
+HEIGHT, WIDTH = 60, 104  # latents of a video at 832×480
+
+
+def network_steps(vae: nn.Module, network: str) -> Iterator[tuple[str, list[Step]]]:
+    """Yield a network's steps by name, each as often as it occurs, as they would run now without autograd.
+
+    network: "encoder" or "decoder". If diffusers' own code runs, one step stands for all of them.
+    """
+    parameters = (
+        parameter for part in (getattr(vae, network), vae) if part is not None for parameter in part.parameters()
+    )
+    resting = next(parameters).device  # offloaded weights lie elsewhere than the network runs
+    reason = why_not_plain(vae, network, resting, vae.dtype)
+    method, ours = {"encoder": ("_encode", encode), "decoder": ("_decode", decode)}[network]
+    if reason is None and getattr(vars(vae).get(method), "__func__", None) is not ours:
+        reason = f"its {method} was replaced"
+    if reason is not None:
+        yield network, [Step(getattr(vae, network), MODULE, reason)]
+        return
+    call = call_for(vae, get_module_execution_device(vae), vae.dtype)
+    convolutions = list(_convolutions(vae, network))
+    modules = [module for part in _parts(vae, network) for module in part.modules()]
+    yield from _convolution_steps(convolutions, call)
+    yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) in NORM]
+    yield "attention", [attention(module.dim, call) for module in modules if type(module) in ATTENTION]
+
+
+def _convolution_steps(convolutions: list[tuple[nn.Module, float]], call: Call) -> Iterator[tuple[str, list[Step]]]:
+    steps: dict[str, list[Step]] = {"convolution": [], "projection": [], "downsampling": []}
+    for conv, scale in convolutions:
+        if max(conv.stride) > 1:
+            steps["downsampling"].append(downsampling(conv, call))
+        else:
+            name = "projection" if kernel_size(conv) == (1, 1, 1) else "convolution"
+            steps[name].append(convolution(conv, _shape(conv, scale), call))
+    yield from ((name, found) for name, found in steps.items() if found)
+
+
+def _shape(conv: nn.Module, scale: float) -> tuple[int, ...]:
+    """Return the shape of a convolution's input for four frames, if it is `scale` times as high as the latents."""
+    channels = max(conv.in_channels, PIXEL)  # as encoder.py lays out pixels
+    return 1, 4, int(scale * HEIGHT), int(scale * WIDTH), channels
+
+
+def _parts(vae: nn.Module, network: str) -> list[nn.Module]:
+    """Return the parts of a network in the order in which they run."""
+    whole = getattr(vae, network)
+    if network == "encoder":
+        return [whole.conv_in, *whole.down_blocks, whole.mid_block, whole.norm_out, whole.conv_out, vae.quant_conv]
+    up_blocks = [*whole.up_blocks, whole.norm_out, whole.conv_out]
+    return [vae.post_quant_conv, whole.conv_in, whole.mid_block, *up_blocks]
+
+
+def _convolutions(vae: nn.Module, network: str) -> Iterator[tuple[nn.Module, float]]:
+    """Yield a network's convolutions, each with the factor of its input's height and width to the latents'."""
+    parts = _parts(vae, network)
+    resamples = sum(type(module) in RESAMPLE for part in parts for module in part.modules())
+    scale, change = (2**resamples, 0.5) if network == "encoder" else (1, 2)
+    for part in parts:
+        modules = list(part.modules())
+        yield from ((module, scale) for module in modules if isinstance(module, (nn.Conv2d, nn.Conv3d)))
+        scale *= change if any(type(module) in RESAMPLE for module in modules) else 1
+
+
+def vae_notes(vae: nn.Module) -> list[str]:
+    """Return the summary's lines on the frames at a time, and on the encodes and decodes that diffusers' code ran."""
+    state = vae_state(vae)
+    chunk = state.config.vae_chunk
+    working_set = TILES_WORKING_SET if vae.use_tiling else WORKING_SET
+    size = f"as many frames as {working_set >> 20} MiB hold" if chunk is None else f"{chunk} latent frames"
+    eager = {"encoder": state.eager_encodes, "decoder": state.eager}
+    ran = [f"diffusers' own {name} ran: {_counted(reasons)}" for name, reasons in eager.items() if reasons]
+    return [f"{size} at a time", *ran]
+
+
+def _counted(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
