@@ -1,8 +1,8 @@
 """The layers that a VAE's encoder and decoder have in common, on channels-last activations [B, T, H, W, C].
 
 diffusers keeps for each causal convolution the last frames that it read. Here these frames are a second input of the
-convolution, its front: zeros at first, later the last frames of the previous chunk. If the first chunk is one frame, as
-for an image, zeros are not multiplied: only the last frame of the convolution's window is.
+convolution, its front: zeros at first, later the last frames of the previous chunk. An image has only zeros before it,
+which are not multiplied: only the last frame of a convolution's window is.
 """
 
 from __future__ import annotations
@@ -55,20 +55,15 @@ class Run:
         return self.convolve(conv, x, front=front)
 
     def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a causal convolution's input for x, and the last frames of its previous input.
+        """Return a causal convolution's input for x, and the last frames of its previous input. An image has none.
 
-        For PyTorch's convolution these are prepended to x instead. Before a first frame alone there are none. Callers
-        drop x before they convolve, to free memory.
+        For PyTorch's convolution these are prepended to x instead. Callers drop x before they convolve, to free memory.
         """
-        is_alone = x.shape[1] == 1 and conv not in self._fronts
-        if is_alone and self._is_image:
+        if self._is_image:
             return x, None
         if conv not in self._fronts:
             self._fronts[conv] = x.new_zeros(x.shape[0], kernel_size(conv)[0] - 1, *x.shape[2:])
         front = self._fronts[conv]
-        if is_alone:
-            keep_last_frames(front, x)
-            return x, None
         if takes_front(self._plan.convolution(conv, x.shape)):
             return x, front
         x = torch.cat((front, x), 1)
@@ -83,10 +78,8 @@ class Run:
         front: torch.Tensor | None = None,
     ) -> torch.Tensor:
         B, T, *image = x.shape
-        after_front = T - kernel_size(conv)[0] + 1
-        is_alone = front is None and after_front < 1
-        new = T if front is not None or is_alone else after_front
-        y = self._plan.convolution(conv, (B, new, *image), is_alone).run(x, residual, front)
+        new = T if front is not None or self._is_image else T - kernel_size(conv)[0] + 1
+        y = self._plan.convolution(conv, (B, new, *image), self._is_image).run(x, residual, front)
         if front is not None:
             keep_last_frames(front, x)
         return y

@@ -31,12 +31,12 @@ class VaePlan:
         self.call = call
         self._steps: dict[tuple, Step] = {}
 
-    def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], is_alone: bool = False) -> Step:
+    def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], of_image: bool = False) -> Step:
         """Return the step of a convolution, for x of this shape without the frames before it.
 
-        is_alone: True if x is one frame, and there are only zeros before it.
+        of_image: True if x is an image. Of the window only the last frame counts then, because there are zeros before.
         """
-        return self._once(convolution_alone if is_alone else convolution, conv, shape)
+        return self._once(image_convolution if of_image else convolution, conv, shape)
 
     def downsampling(self, conv: nn.Conv2d | nn.Conv3d) -> Step:
         """Return the step of a convolution that halves height and width, or frames."""
@@ -57,12 +57,12 @@ class VaePlan:
         return self._steps[key]
 
 
-def convolution_alone(conv: nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
-    """Return a convolution for one frame with zeros before it: of the window only the last frame counts."""
-    return convolution(conv, shape, call, is_alone=True)
+def image_convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
+    """Return a convolution for an image: with the last frame of the window."""
+    return convolution(conv, shape, call, of_image=True)
 
 
-def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call, *, is_alone: bool = False) -> Step:
+def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call, *, of_image: bool = False) -> Step:
     """Return a convolution with the residual, for x [B, T, H, W, C] of this shape.
 
     Step: (x, residual=None, front=None) -> [B, T', H', W', N].
@@ -75,7 +75,7 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call,
     """
     kt, kh, kw = kernel_size(conv)
     upsample, interleave = isinstance(conv, nn.Conv2d) and kh > 1, 2 if (kt, kh) == (3, 1) else 1
-    kt = 1 if is_alone else kt
+    kt = 1 if of_image else kt
     if (kt, kh, kw) == (1, 1, 1):
         return Step(partial(_convolve, convolve, conv, kt, upsample, interleave), LINEAR, ALONE)
     pick = call.pick(
