@@ -8,9 +8,13 @@ from diffusers import (
     HeliosTransformer3DModel,
     LTX2VideoTransformer3DModel,
     SkyReelsV2Transformer3DModel,
+    WanAnimate2Transformer3DModel,
     WanAnimateTransformer3DModel,
     WanVACETransformer3DModel,
 )
+from diffusers.models.transformers import transformer_wan_animate_2
+from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.tiny_wan import (
     I2V_TEXT_TOKENS,
@@ -44,6 +48,8 @@ FACE = {
     "face_encoder_num_heads": 2,
     "inject_face_latents_blocks": 1,
 }
+# Wan-Animate-2: the frames of a driving video, which a new video has one more than, and the features of an image.
+DRIVING_FRAMES, CLIP_DIM = 2, 1280
 AUDIO_TOKENS, AUDIO_HEAD_DIM, LTX2_CHANNELS = 5, 64, 32
 LTX2 = {
     **{f"{stream}{end}_channels": LTX2_CHANNELS for stream in ("", "audio_") for end in ("in", "out")},
@@ -80,6 +86,25 @@ def animate(layers=3, **options):
     return WanAnimateTransformer3DModel(**SMALL, **FACE, **image, **latents, num_layers=layers, **options)
 
 
+def animate_2(layers=3, **options):
+    small = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "ffn_dim": 48, "freq_dim": 64, "text_dim": TEXT_DIM}
+    channels = {"in_dim": 2 * CHANNELS, "out_dim": CHANNELS}
+    return WanAnimate2Transformer3DModel(**small, **channels, text_len=8, num_layers=layers, **options)
+
+
+def _made_once(mask, *, _compile, **options):
+    values = tuple(cell.cell_contents for cell in mask.__closure__)
+    key = values + tuple(options.values())
+    if key not in _masks:
+        _masks[key] = create_block_mask(mask, **options)
+    return _masks[key]
+
+
+# diffusers compiles the mask for each model, which takes a CPU many seconds.
+_masks = {}
+transformer_wan_animate_2.create_block_mask = _made_once
+
+
 def chronoedit(layers=3, **options):
     image = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
     return ChronoEditTransformer3DModel(**SMALL, **image, in_channels=CHANNELS, num_layers=layers, **options)
@@ -112,6 +137,8 @@ FAMILIES = {
     "skyreels, causal": (skyreels, {"num_frame_per_block": 2}),
     "skyreels, diffusion forcing": (skyreels, {}),
     "animate": (animate, {}),
+    "animate 2": (animate_2, {}),
+    "animate 2, driving video": (animate_2, {"use_img_emb": False, "refer_stride": 2}),
     "chronoedit": (chronoedit, {}),
     "anyflow": (anyflow, {}),
     "anyflow, a timestep per frame": (anyflow, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
@@ -123,8 +150,9 @@ FAMILIES = {
     "ltx2, a timestep per token": (ltx2, {"rope_type": "split"}),
     "ltx2.3": (ltx2, LTX2_3),
 }
-# Those whose self-attention is called as a whole: it has a mask or a cache.
+# Those whose self-attention is called as a whole, because it has a mask or a cache, and those where it is never sparse.
 WHOLE = ("skyreels, causal", "anyflow far", "anyflow far, with a cache")
+DENSE = (*WHOLE, "animate 2", "animate 2, driving video")
 
 
 @built_once
@@ -140,6 +168,11 @@ def tiny_family_transformer(name, dtype=torch.float32, *, seed=3, **options):
     return model
 
 
+def first_of(outputs):
+    """A model's first result in one tensor. Wan-Animate-2 gives a list of each sample's."""
+    return torch.stack(outputs[0]) if isinstance(outputs[0], list) else outputs[0]
+
+
 def tiny_family_inputs(name, model, *, seed=7):
     """Keyword arguments of a call of the transformer."""
     if name == "wan":
@@ -147,6 +180,8 @@ def tiny_family_inputs(name, model, *, seed=7):
     generator = torch.Generator().manual_seed(seed)
     if name.startswith("ltx2"):
         return _ltx2_inputs(name, model, generator)
+    if name.startswith("animate 2"):
+        return _animate_2_inputs(name, model, generator)
     frames = FRAMES + 1 if name == "skyreels, causal" else FRAMES  # two blocks of frames
     randn = lambda *shape: torch.randn(shape, generator=generator).to(model.dtype)  # noqa: E731
     inputs = {
@@ -186,6 +221,29 @@ def tiny_family_inputs(name, model, *, seed=7):
     if name.startswith("helios"):
         inputs |= _helios_history(randn)
     return inputs
+
+
+def _animate_2_inputs(name, model, generator):
+    frames = DRIVING_FRAMES if name.endswith("driving video") else DRIVING_FRAMES + 1
+    randn = lambda *shape: torch.randn(shape, generator=generator).to(model.dtype)  # noqa: E731
+    grid = torch.tensor([[DRIVING_FRAMES, HEIGHT // 2, WIDTH // 2]] * BATCH)
+    inputs = {
+        "hidden_states": list(randn(BATCH, CHANNELS, frames, HEIGHT, WIDTH)),
+        "condition_latents": list(randn(BATCH, CHANNELS, frames, HEIGHT, WIDTH)),
+        "timestep": 900.0 - 100.0 * torch.arange(BATCH),
+        "encoder_hidden_states": list(randn(BATCH, 7, TEXT_DIM)),
+        "seq_len": frames * HEIGHT * WIDTH // 4,
+        "kv_cache": WanAnimate2KVCache(len(model.blocks)),
+        "return_dict": False,
+    }
+    if model.config.use_img_emb:
+        inputs["encoder_hidden_states_image"] = randn(BATCH, 5, CLIP_DIM)
+    if name.endswith("driving video"):
+        return inputs | {"kv_cache_mode": "extract", "offset_grid_sizes": grid}
+    for layer in inputs["kv_cache"].layer_caches:
+        layer.store(*randn(2, BATCH, grid[0].prod(), HEADS, HEAD_DIM))
+    pixels = {"origin_len": 4 * (DRIVING_FRAMES - 1), "origin_area": [8 * HEIGHT, 8 * WIDTH]}
+    return inputs | {"kv_cache_mode": "cached", "reference_grid_sizes": grid, **pixels}
 
 
 def _helios_history(randn):
@@ -235,6 +293,8 @@ def _with_random_vectors(model):
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
-        elif name.endswith("scale_shift_table"):  # also of LTX-2's prompts and of its attentions between streams
+        elif name.endswith(
+            ("scale_shift_table", "modulation")
+        ):  # also of LTX-2's prompts and of its attentions between streams
             torch.nn.init.normal_(parameter, std=0.5)
     return model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from tests.tiny_families import FAMILIES, WHOLE, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import DENSE, FAMILIES, WHOLE, tiny_family_inputs, tiny_family_transformer
 from turbo_rcm_patch.bench.keep_out import find_keep_out
 from turbo_rcm_patch.bench.parts import CHOICE, LEFT_OUT, PV, QK, SPARSE_ATTENTION, SUB_LAYERS
 from turbo_rcm_patch.bench.report import keep_out_table, verification_table
@@ -58,6 +58,8 @@ def test_the_parts_of_every_family_are_checked(name):
     if name.startswith("ltx2"):
         own = {f"{stream} {group}" for _, stream, group in LTX2_SUB_LAYERS} | {QK, PV}
         linears = {"attn1.to_q", "audio_to_video_attn.to_k", "audio_attn2.to_out.0", "ff.net.2"}
+    if name.startswith("animate 2"):
+        own, linears = set(SUB_LAYERS), {"self_attn.to_q", "cross_attn.to_out.0", "ffn.2"}
     for block in blocks:
         parts = {part.part: part.error for part in verification.parts if part.block == block}
         assert own | linears <= set(parts)
@@ -87,8 +89,8 @@ def test_the_kept_shares_of_every_family_are_told(name):
     kept = {share.block: share.share for share in verification.kept}
     assert set(kept) == {check.block for check in verification.checks}
     assert all(0 < share <= 1 for share in kept.values())
-    assert all((share == 1) == (name in WHOLE) for share in kept.values())
-    assert (LEFT_OUT in {part.part for part in verification.parts}) == (name not in WHOLE)
+    assert all((share == 1) == (name in DENSE) for share in kept.values())
+    assert (LEFT_OUT in {part.part for part in verification.parts}) == (name not in DENSE)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ PUBLISHED = {
     "turbowan": ["TurboWan2.1-T2V-1.3B-480P-quant.pth", "IPostYellow/TurboWan2.1-T2V-1.3B-Diffusers"],
     "fastwan": [
         "FastVideo/FastWan2.1-T2V-1.3B-Diffusers",
+        "FastVideo/FastWan-QAD-FP8-1.3B",
         CACHE.format("FastVideo--FastWan2.2-TI2V-5B-FullAttn-Diffusers", "transformer"),
     ],
     "lightx2v": [

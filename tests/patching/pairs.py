@@ -2,18 +2,19 @@
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import FAMILIES, first_of, tiny_family_inputs, tiny_family_transformer
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.tiers import EXACT
 
 # NAMES: a model of each family whose self-attention the steps compute. every_family adds AnyFlow-FAR, whose
-# self-attention is called as a whole.
+# self-attention is called as a whole, and Wan-Animate-2, whose modules have other names.
 NAMES = ("wan", "vace", "skyreels", "animate", "chronoedit", "anyflow", "helios", "ltx2")
 families = pytest.mark.parametrize("name", NAMES)
-every_family = pytest.mark.parametrize("name", [*NAMES, "anyflow far"])
+every_family = pytest.mark.parametrize("name", [*NAMES, "anyflow far", "animate 2"])
 variants = pytest.mark.parametrize("name", ["wan", *FAMILIES])
 
 
@@ -28,7 +29,9 @@ def output_of(name, model, device="cpu", **overrides):
     inputs = {**tiny_family_inputs(name, model), **overrides}
     with torch.no_grad():
         outputs = model(**_on(device, inputs))
-    return torch.cat([stream.flatten(1) for stream in outputs], 1) if name.startswith("ltx2") else outputs[0]
+    if name.startswith("ltx2"):
+        return torch.cat([stream.flatten(1) for stream in outputs], 1)
+    return first_of(outputs)
 
 
 def _on(device, value):
@@ -37,6 +40,9 @@ def _on(device, value):
         return {key: _on(device, item) for key, item in value.items()}
     if isinstance(value, list):
         return [_on(device, item) for item in value]
+    if isinstance(value, WanAnimate2KVCache):
+        for layer in value.layer_caches:
+            layer.store(_on(device, layer.key), _on(device, layer.value))
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 

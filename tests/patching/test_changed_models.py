@@ -23,7 +23,7 @@ from tests.patching import tape as tapes
 from tests.patching.change_table import CHANGES, Change
 from tests.patching.changes import ANYTHING, GRAPHS, SEEN, WRITES
 from tests.patching.pairs import attributes_of
-from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import FAMILIES, first_of, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.journal import Journal
@@ -282,14 +282,14 @@ def test_new_sizes_and_prompts_take_effect(tier):
 
 def run(model, inputs):
     with torch.no_grad():
-        return model(**inputs)[0]
+        return first_of(model(**inputs))
 
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"), [*((name, False) for name in ["wan", *FAMILIES]), ("wan", True), ("anyflow", True)]
 )
 def test_gradients(name, checkpointing):
-    if name.startswith("anyflow far"):
+    if name.startswith("anyflow far") or name == "animate 2":
         pytest.skip("flex attention has no backward on the CPU")
     results = []
     for is_patched in (True, False):
@@ -299,9 +299,10 @@ def test_gradients(name, checkpointing):
         if checkpointing:
             model.enable_gradient_checkpointing()
         inputs = tiny_family_inputs(name, model)
-        leaves = {key: inputs[key].requires_grad_() for key in ("hidden_states", "encoder_hidden_states")}
+        leaves = {key: inputs[key] for key in ("hidden_states", "encoder_hidden_states")}
+        leaves = {key: value.requires_grad_() for key, value in leaves.items() if isinstance(value, torch.Tensor)}
         run(model, inputs)  # nothing of a generation may reach the graph
-        model(**inputs)[0].square().mean().backward()
+        first_of(model(**inputs)).square().mean().backward()
         results.append({**leaves, **dict(model.named_parameters())})
     expected = {path: tensor.grad for path, tensor in results[1].items() if tensor.grad is not None}
     largest = max(gradient.norm() for gradient in expected.values())

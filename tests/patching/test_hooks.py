@@ -157,6 +157,7 @@ def test_a_global_hook_sees_what_it_sees_unpatched(name, first):
             if module in paths:
                 several = tuple(output.values()) if type(output) is dict else output
                 first = several[0] if isinstance(several, tuple) else getattr(several, "sample", several)
+                first = torch.stack(first) if isinstance(first, list) else first
                 calls.append((paths[module], None if first is None else first.detach().clone()))
             return -output if paths.get(module, "").endswith(("norm1", "to_q", "net.2")) else None
 

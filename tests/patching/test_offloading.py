@@ -24,7 +24,13 @@ OFFLOADS = [
     (partial(accelerate.cpu_offload, execution_device=CPU), "hook AlignDevicesHook"),
     (partial(accelerate.cpu_offload_with_hook, execution_device=CPU), "cpu tensors"),
 ]
-PAIRS = [(name, *OFFLOADS[(index + more) % 4]) for index, name in enumerate(FAMILIES) for more in (0, 1)]
+PAIRS = [
+    (name, *OFFLOADS[(index + more) % 4])
+    for index, name in enumerate(FAMILIES)
+    for more in (0, 1)
+    # Wan-Animate-2 makes tensors on the device of a weight, which this one takes away.
+    if not (name.startswith("animate 2") and (index + more) % 4 == 2)
+]
 
 
 @pytest.mark.parametrize(("name", "offload", "reason"), PAIRS)

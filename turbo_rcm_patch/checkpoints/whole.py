@@ -246,7 +246,7 @@ def _take_proj_l(
     tensors: Tensors, found: dict[str, str], model: nn.Module, names: Names, problems: _Problems
 ) -> dict[str, dict[str, LazyTensor]]:
     """Take SLA's projections out of ``found``, and return them."""
-    head_dim, blocks = model.config.attention_head_dim, len(getattr(model, names.blocks))
+    head_dim, blocks = model.config.get("attention_head_dim"), len(getattr(model, names.blocks))
     projections: dict[str, dict[str, LazyTensor]] = {}
     given = {match.groups(): found.pop(name) for name in list(found) if (match := names.proj_l.match(name))}
     for (block, _, part), key in given.items():

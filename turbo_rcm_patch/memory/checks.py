@@ -30,13 +30,18 @@ def models_of(pipe: object) -> dict[str, nn.Module]:
     names = {model: name for name, model in reversed(found.items()) if isinstance(model, nn.Module)}
     models = {name: model for model, name in reversed(names.items())}
     transformers = [model for name, model in models.items() if name in COMPONENTS]
-    if not transformers or any(family_of(model) is None for model in transformers):
+    if not transformers or not all(map(_is_known, transformers)):
         raise ValueError(f"{kind} has no transformer of a supported family, whose memory is known.")
     if "vae" not in models:
         raise ValueError(f"{kind} has no VAE; load it with its VAE.")
     if not is_vae(models["vae"]) and not has_sound(models):
         raise ValueError(f"{kind} has {with_article(type(models['vae']).__name__)}, whose memory is not known.")
     return models
+
+
+def _is_known(model: nn.Module) -> bool:
+    family = family_of(model)
+    return family is not None and all(name in model.config for name in family.blocks[0].sizes.needed)
 
 
 def config_of(models: Mapping[str, nn.Module], config: PatchConfig | str | None) -> PatchConfig:

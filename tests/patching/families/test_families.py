@@ -77,7 +77,7 @@ def test_lora_hooks_and_a_copy(name):
     base = output_of(name, plain)
     for model in (patched, plain):
         torch.manual_seed(5)
-        targets = ["to_q", "to_out.0", "ffn.net.2", "ff.net.2"]
+        targets = ["to_q", "to_out.0", "ffn.net.2", "ff.net.2", "ffn.2"]
         model.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=targets))
         blocks_of(model)[0].norm1.register_forward_hook(lambda module, args, output: -output)
     assert relative_error(output_of(name, plain), base) > 0.01
@@ -109,7 +109,7 @@ def test_sparse_linear_attention_to_all_keys_is_attention_and_the_linear_branch(
         assert relative_error(output_of(name, model), expected) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["skyreels", "animate", "anyflow far", "ltx2.3"])
+@pytest.mark.parametrize("name", ["skyreels", "animate", "animate 2", "anyflow far", "ltx2.3"])
 def test_models_without_sparse_linear_attention_are_refused(name):
     with pytest.raises(trp.PatchError, match="cannot have sparse-linear attention"):
         trp.patch(tiny_family_transformer(name), "sparse")

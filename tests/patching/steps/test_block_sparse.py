@@ -14,7 +14,7 @@ import turbo_rcm_patch as trp
 from scripts.tools import compile_without_gpu
 from tests.oracle import relative_error
 from tests.patching.launches import around_launches
-from tests.tiny_families import FAMILIES, WHOLE, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import DENSE, FAMILIES, first_of, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
@@ -53,7 +53,7 @@ def calls(monkeypatch):
 
 @torch.no_grad()
 def run(model, inputs):
-    return model(**inputs)[0] if isinstance(inputs, dict) else model(*inputs)[0]
+    return first_of(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def test_in_every_family(name, calls):
     before, exact = run(model, inputs), outputs(model, "exact", inputs)
     assert relative_error(outputs(model, config(mass=1.0), inputs), exact) <= 1e-6
     blocks = list(family_of(model).every_block(model))
-    masked = name in WHOLE
+    masked = name in DENSE
     assert calls == [] if masked else [("block_sparse_attention", 1.0, BLOCKS)] * len(blocks)
     sparse = outputs(model, config(mass=0.2), inputs)
     assert relative_error(sparse, exact) < 1e-6 if masked else relative_error(sparse, exact) > 1e-3

@@ -12,7 +12,7 @@ from tests.oracle import relative_error
 from tests.patching.launches import around_launches
 from tests.patching.pairs import attributes_of, output_of
 from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
-from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import DENSE, FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.patching.steps import in_8_bits
@@ -79,7 +79,7 @@ def test_every_family_is_within_the_limit_of_a_step(name, dtype):
     with trp.patch(model, "quantized") as patch:
         allowed = LIMITS.allowed(relative_error(unpatched, expected), dtype, "step")
         assert 1e-3 < relative_error(output_of(name, model), expected) <= allowed
-        in_8_bits = name != "skyreels, causal" and "far" not in name  # their self-attention runs as a whole module
+        in_8_bits = name not in DENSE
         step, sub_layer = "QK-norm + RoPE + 8 bits", "self_attention"
         if name.startswith("ltx2"):
             step, sub_layer = "QKV to 8 bits", "video self_attention"

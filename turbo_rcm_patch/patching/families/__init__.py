@@ -18,9 +18,13 @@ from .ltx2 import LTX2
 from .skyreels_v2 import SKYREELS_V2
 from .wan import WAN
 from .wan_animate import WAN_ANIMATE
+from .wan_animate_2 import WAN_ANIMATE_2
 from .wan_vace import WAN_VACE
 
-FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, CHRONOEDIT, ANYFLOW, ANYFLOW_FAR, HELIOS, LTX2)
+FAMILIES = (
+    *(WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, WAN_ANIMATE_2, CHRONOEDIT),
+    *(ANYFLOW, ANYFLOW_FAR, HELIOS, LTX2),
+)
 PIPELINES = tuple(pipeline for family in FAMILIES for pipeline in family.pipelines)
 CASES = {name: case for family in FAMILIES for name, case in family.cases.items()}
 SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" for family in FAMILIES)

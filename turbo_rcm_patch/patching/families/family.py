@@ -65,7 +65,7 @@ class BlockPlan(Protocol):
     """The steps of a block for one kind of call.
 
     residual: str() of it tells how the residual is stored between the skips. attends: the attention within
-    `Blocks.self_attention`, or None if that is called as a whole.
+    `Blocks.self_attention`, or None if that is called as a whole, or never in 8 bits or sparse.
     """
 
     residual: object
@@ -132,12 +132,13 @@ class Measured(NamedTuple):
     terms: (block, plan, inputs, outputs) -> three values for each sub-layer that is not called as a whole. They are its
         name in ``PatchConfig.fuse``, the term that it adds to the hidden states, and the oracle's term. outputs: the
         outputs of the oracle's modules by path.
-    qkv: (kind, oracle, args, kwargs, outputs) -> q, k and v [B, S, H, D] of `Blocks.self_attention`, rotated.
+    qkv: (kind, oracle, args, kwargs, outputs) -> q, k and v [B, S, H, D] of `Blocks.self_attention`, rotated. None if
+        no plan has `BlockPlan.attends`.
     """
 
     inputs: Callable[..., object]
     terms: Callable[[nn.Module, BlockPlan, object, Outputs], Iterator[tuple[str, torch.Tensor, torch.Tensor]]]
-    qkv: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    qkv: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None
 
 
 @dataclass(frozen=True)

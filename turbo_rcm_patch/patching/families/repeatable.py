@@ -28,6 +28,7 @@ COMMON = (
     nn.ModuleDict,
     nn.ModuleList,
     nn.ParameterDict,
+    nn.Sequential,
     nn.SiLU,
     FeedForward,
     GELU,

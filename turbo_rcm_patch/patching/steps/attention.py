@@ -30,7 +30,8 @@ def attention(
     reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
     if reason is not None:
         return Step(partial(_attention_of_backend, attn.processor, crossing), "diffusers' attention", reason)
-    head_dim = attn.inner_dim // attn.heads
+    width = attn.inner_dim if hasattr(attn, "inner_dim") else attn.to_q.out_features  # Wan-Animate-2's has none
+    head_dim = width // attn.heads
     if crossing and result == FP8:
         step = _attention_in_e4m3(call, head_dim)
         if step is not None:

@@ -316,9 +316,7 @@ def _linear_skip(launch, read, stored, result, a, residual, gate=None):
 
 
 def _layers_then_skip(layers, skip, a, residual, gate=None):
-    for layer in layers:
-        a = layer(a)
-    return skip(residual, a, gate)
+    return skip(residual, _of_layers(layers, a), gate)
 
 
 def _skip(launch, launch_with_runs, stored, result, residual, output, gate=None):
@@ -327,36 +325,46 @@ def _skip(launch, launch_with_runs, stored, result, residual, output, gate=None)
     return launch(residual, output, None, gate, result.dtype, stored.scale, result.scale, starts)
 
 
-def projection_with_gelu(ffn: FeedForward, tokens: int, call: Call, quantized: torch.dtype | None = None) -> Step:
+def projection_with_gelu(
+    ffn: FeedForward | nn.Sequential, tokens: int, call: Call, quantized: torch.dtype | None = None
+) -> Step:
     """Return a feed-forward's first linear, GELU and dropout: x [B, S, C] -> [B, S, ffn_dim].
 
+    ffn: diffusers' module, or a linear, a GELU and a linear without dropout.
     quantized: the 8-bit format that the next step takes, or None. It counts only if the linear is in 8 bits.
     """
-    activation = ffn.net[0]
-    if type(activation) is GELU and activation.approximate != "tanh":
+    if isinstance(ffn, nn.Sequential):
+        linear, activation, dropout = ffn[0], ffn[1], nn.Identity()
+        layers, expected = (linear, activation), nn.GELU
+    else:
+        activation, dropout = layers = tuple(ffn.net)[:2]
+        linear, expected = activation.proj, GELU
+    by_module = partial(_of_layers, layers)
+    if type(activation) is expected and activation.approximate != "tanh":
         reason = f"GELU {activation.approximate}"
     else:
-        reason = why_not_plain(activation, GELU)
-        read = call.read(activation.proj)
+        reason = why_not_plain(activation, expected)
+        read = call.read(linear)
         if read.are_quantized:
-            reason = reason or _why_not_left_out(ffn.net[1])
-            by_module = partial(_gelu_by_module, ffn)
+            reason = reason or _why_not_left_out(dropout)
             return in_8_bits.projection_with_gelu(read, by_module, tokens, call, quantized, reason)
         reason = reason or _why_not_read(read, call)
     if reason is not None:
-        return Step(partial(_gelu_by_module, ffn), MODULE, reason)
+        return Step(by_module, MODULE, reason)
     pick = _pick(LINEAR_GELU, "linear_gelu", read, tokens, call)
     if pick.kernel.is_fused:
-        run = partial(_linear_gelu, pick.launch, read, ffn.net[1])
+        run = partial(_linear_gelu, pick.launch, read, dropout)
         return Step(run, read.named(pick.label), pick=pick)
     gelu = call.pick(GELU_OP)
-    project = read.only if read.has_lora else activation.proj
-    run = partial(_linear_then_gelu, project, ffn.net[1], gelu.launch)
+    project = read.only if read.has_lora else linear
+    run = partial(_linear_then_gelu, project, dropout, gelu.launch)
     return Step(run, f"{read.named(LINEAR)}, {gelu.label} GELU", pick.reason, pick=pick)
 
 
-def _gelu_by_module(ffn, x):
-    return ffn.net[1](ffn.net[0](x))
+def _of_layers(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 def _linear_gelu(launch, read, dropout, x):

@@ -24,7 +24,7 @@ from .linear_8bit import VALUES, QuantizedLinear, convert, fastest, linears_are_
 
 # diffusers' names of linears whose input is rounded when the largest value of each row is known: in the kernel of a
 # norm or in a separate pass.
-ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj")
+ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj", "ffn.0")
 # The fused projection of diffusers' fuse_qkv_projections, and the projections that it replaces.
 _FUSED = {
     "to_qkv": ("to_q", "to_k", "to_v"),

@@ -59,6 +59,17 @@ CROSS_STEPS_WITH_IMAGE = (
 TOKENS = 32760  # a video of 81 frames at 832×480
 
 
+class Parts(NamedTuple):
+    """The parts of a block of Wan's kind: the norm before each sub-layer, and the sub-layers."""
+
+    norm1: nn.Module
+    attn1: nn.Module
+    norm2: nn.Module
+    attn2: nn.Module
+    norm3: nn.Module
+    ffn: nn.Module
+
+
 @dataclass(frozen=True)
 class WanBlock:
     """The differences between blocks of Wan's kind.
@@ -73,6 +84,8 @@ class WanBlock:
             beside: what else it is called with, such as a mask.
         call_cross: (attn, x, context, beside) -> the cross-attention's output, called as the block's own forward does.
         norm_class: the class of the norms of queries and keys, an RMSNorm with a weight.
+        ffn_class: the class of the feed-forward: diffusers' own, or a sequence of linear, GELU and linear.
+        why_dense: why the self-attention is neither in 8 bits nor sparse in any tier, or None.
     """
 
     attention_class: type[nn.Module]
@@ -83,6 +96,12 @@ class WanBlock:
     call_self: Callable[..., torch.Tensor]
     call_cross: Callable[..., torch.Tensor]
     norm_class: type[nn.Module] = nn.RMSNorm
+    ffn_class: type[nn.Module] = FeedForward
+    why_dense: str | None = None
+
+    def parts_of(self, block: nn.Module) -> nn.Module | Parts:
+        """Return a block, or its parts under the names that they have in Wan's."""
+        return block
 
     @property
     def processors(self) -> tuple[type, type]:
@@ -104,12 +123,17 @@ class WanBlock:
         """True if a cross-attention takes an image beside the text."""
         return getattr(attn, "add_k_proj", None) is not None
 
+    def image_tokens(self, context_tokens: int, beside: object) -> int:
+        """Return the tokens of an image that come first in a context. They count if an attention takes an image."""
+        return context_tokens - TEXT_TOKENS
+
 
 class WanCall(NamedTuple):
     """One kind of call of a block of Wan's kind.
 
     contexts, context_tokens: prompts, and tokens of each. why_whole: the reason why the inputs need the self-attention
-    to be called as a whole, or None. skipped: the tokens of a sample that do not attend to its prompt.
+    to be called as a whole, or None. skipped: the tokens of a sample that do not attend to its prompt. image_tokens: as
+    `WanBlock.image_tokens`.
     """
 
     call: Call
@@ -118,17 +142,18 @@ class WanCall(NamedTuple):
     context_tokens: int
     why_whole: str | None = None
     skipped: int = 0
+    image_tokens: int = 0
 
 
 def decide(kind: WanBlock, block: nn.Module, wan_call: WanCall) -> BlockPlan:
     """Return the plan of a block for one kind of call."""
-    call, stream = wan_call.call, wan_call.stream
+    call, stream, block = wan_call.call, wan_call.stream, kind.parts_of(block)
     gated = _linears_with_a_gated_skip(block, kind, wan_call)
     given, between = Storage(call.dtype), residual_between_skips(stream, call, gated)
     return BlockPlan(
         _self_attention(block, kind, wan_call, given, between),
         _cross_attention(block, kind, wan_call, between),
-        _feed_forward(block, stream, call, between, given),
+        _feed_forward(block, kind, stream, call, between, given),
         between,
     )
 
@@ -139,8 +164,8 @@ def _linears_with_a_gated_skip(block, kind: WanBlock, wan_call: WanCall) -> Iter
     reason = why_not_fused_attention(block.attn1, kind, kind.self_processor) or wan_call.why_whole
     if "self_attention" in fuse and reason is None:
         yield block.attn1.to_out[0]
-    if "feed_forward" in fuse and why_not_plain(block.ffn, FeedForward) is None:
-        yield block.ffn.net[2]
+    if "feed_forward" in fuse and _why_not_fused_ffn(block.ffn, kind) is None:
+        yield _layers_of(block.ffn)[2]
 
 
 def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, result: Storage):
@@ -154,7 +179,8 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
     qkv = qkv_projection(attn, stream.tokens, call)
     norm = layer_norm(block.norm1, stored, call, qkv.takes)
     out = projection_with_skip(list(attn.to_out), stored, result, stream, call, gated=True)
-    reason = "sparse" if is_sparse(attn) else why_not_quantized_attention(attn, kind.norm_class, call)
+    reason = "sparse" if is_sparse(attn) else kind.why_dense
+    reason = reason or why_not_quantized_attention(attn, kind.norm_class, call)
     if reason is None:
         attended = quantized_attention(attn, stream, call, out.takes)
         return QuantizedSelfAttention(
@@ -165,7 +191,12 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
             attended,
             out.fed_by(attended),
         )
-    attended = sparse_attention(attn, stream, call) if is_sparse(attn) else wide_attention(attn, stream, call, reason)
+    if is_sparse(attn):
+        attended = sparse_attention(attn, stream, call)
+    elif kind.why_dense is not None and not isinstance(call.config, Exact):
+        attended = attention(attn, call)._replace(reason=kind.why_dense)
+    else:
+        attended = wide_attention(attn, stream, call, reason)
     return SelfAttention(
         kind.half_tables,
         attn.heads,
@@ -212,9 +243,10 @@ def _cross_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage):
         return _whole(block.norm2, "norm", run, stored, stored, call, reason, names, asked)
     image, text_tokens = {}, wan_call.context_tokens
     if takes_image:
-        text_tokens = min(text_tokens, TEXT_TOKENS)
-        image_tokens = wan_call.contexts * (wan_call.context_tokens - text_tokens)
-        image["image_kv"] = kv_projection(attn, image_tokens, call, added=True).fed_by(None)
+        image["image_tokens"] = wan_call.image_tokens
+        image_tokens = max(0, wan_call.image_tokens)
+        text_tokens -= image_tokens
+        image["image_kv"] = kv_projection(attn, wan_call.contexts * image_tokens, call, added=True).fed_by(None)
         image["image_norm"] = head_norm(attn.norm_added_k, kind.norm_class, attn.heads, call)
         image["image_attention"] = attention(attn, call, crossing=True, added=True)
     q = projection(attn.to_q, stream.tokens, call)
@@ -234,16 +266,26 @@ def _cross_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage):
     )
 
 
-def _feed_forward(block, stream: Stream, call: Call, stored: Storage, result: Storage):
+def _feed_forward(block, kind: WanBlock, stream: Stream, call: Call, stored: Storage, result: Storage):
     ffn, names = block.ffn, ("linear + GELU", "linear + skip")
     asked = None if "feed_forward" in call.config.fuse else NOT_ASKED
-    reason = asked or why_not_plain(ffn, FeedForward)
+    reason = asked or _why_not_fused_ffn(ffn, kind)
     if reason is not None:
         return _whole(block.norm3, "norm + modulation", ffn, stored, result, call, reason, names, asked)
-    down = projection_with_skip(list(ffn.net)[2:], stored, result, stream, call, gated=True)
+    down = projection_with_skip(_layers_of(ffn)[2:], stored, result, stream, call, gated=True)
     up = projection_with_gelu(ffn, stream.tokens, call, down.takes)
     norm = layer_norm(block.norm3, stored, call, up.takes)
     return FeedForwardWithSkip(norm, up.fed_by(norm), down.fed_by(up))
+
+
+def _why_not_fused_ffn(ffn: nn.Module, kind: WanBlock) -> str | None:
+    reason = why_not_plain(ffn, kind.ffn_class)
+    changed = reason is None and isinstance(ffn, nn.Sequential) and len(ffn) != 3
+    return "changed feed-forward" if changed else reason
+
+
+def _layers_of(ffn: nn.Module) -> list[nn.Module]:
+    return list(ffn) if isinstance(ffn, nn.Sequential) else list(ffn.net)
 
 
 def _whole(norm, norm_name, run, stored, result, call: Call, reason: str, names, asked: str | None) -> Whole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from ...steps.residual import warn_of_saturation
 from .block import WanBlock, WanCall, decide
 from .modulation import gate_varies_by, modulation
 from .repeatable import why_not_repeatable
-from .sub_layers import Inputs, Rotary
+from .sub_layers import BlockPlan, Inputs, Rotary
 
 
 def block_forward(
@@ -48,16 +49,18 @@ def block_inputs(
     return Inputs(hidden_states, encoder_hidden_states, rows, rotary_emb)
 
 
-def run_block(block: nn.Module, inputs: Inputs) -> torch.Tensor:
-    """Run a block by its plan."""
+def run_block(block: nn.Module, inputs: Inputs, own: Callable[..., BlockPlan] | None = None) -> torch.Tensor:
+    """Run a block by its plan. own: (kind, block, call) -> the plan, instead of `decide`."""
     x, context, modulation, rotary, beside, skipped = inputs
     state = state_of(block)
     kind: WanBlock = state.kind
     reason = kind.why_whole(rotary, beside)
     stream = Stream(x.shape[0], x.shape[0] * x.shape[1], gate_varies_by(modulation[2]))
     shift = modulation[0].values if isinstance(modulation[0], kernels.Runs) else modulation[0]
-    call = WanCall(call_of(state, block, x, context, shift), stream, *context.shape[:2], reason, skipped)
-    plan = state.plans.get(block, call, partial(decide, kind))
+    image_tokens = kind.image_tokens(context.shape[1], beside)
+    call = call_of(state, block, x, context, shift)
+    call = WanCall(call, stream, *context.shape[:2], reason, skipped, image_tokens)
+    plan = state.plans.get(block, call, partial(own or decide, kind))
     if _may_compile_ahead(state, rotary, x, context):
         state.shared.compiles_ahead = False
         if _may_run_ahead(block, kind, x.device):

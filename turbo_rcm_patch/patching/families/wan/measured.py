@@ -21,22 +21,22 @@ MODULES = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward"
 
 
 def sub_layer_terms(
-    block: nn.Module, plan: BlockPlan, inputs: Inputs, outputs: Outputs
+    block: nn.Module, plan: BlockPlan, inputs: Inputs, outputs: Outputs, modules: Mapping[str, str] = MODULES
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield the name of each sub-layer, what the plan's adds to the hidden states, and what the oracle's adds.
 
-    outputs: of the oracle's modules. A sub-layer that is called as a whole is left out.
+    outputs: of the oracle's modules. modules: each sub-layer's path. One that is called as a whole is left out.
     """
     x = inputs.x
     shift, scale, gate, c_shift, c_scale, c_gate = inputs.modulation
     arguments = {
-        "self_attention": (shift, scale, gate, inputs.rotary),
+        "self_attention": (shift, scale, gate, inputs.rotary, inputs.beside),
         "cross_attention": (inputs.context,),
         "feed_forward": (c_shift, c_scale, c_gate),
     }
     gates = {"self_attention": gate, "cross_attention": 1.0, "feed_forward": c_gate}
     kept = x.float()
-    for name, module in MODULES.items():
+    for name, module in modules.items():
         sub_layer = getattr(plan, name)
         skipped = inputs.skipped if name == "cross_attention" else 0
         output = outputs[module].view(x.shape[0], x.shape[1] - skipped, x.shape[2])

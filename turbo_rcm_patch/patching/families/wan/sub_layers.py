@@ -53,7 +53,7 @@ class SelfAttention:
     attention: Step
     out: Step
 
-    def run(self, x, shift, scale, gate, rotary: object) -> torch.Tensor:
+    def run(self, x, shift, scale, gate, rotary: object, _beside: object = None) -> torch.Tensor:
         q, k, v = self.qkv.run(self.norm.run(x, scale, shift))
         tables = self.half_tables(rotary)
         q, k, v = self.norm_q.run(q, tables), self.norm_k.run(k, tables), v.unflatten(2, (self.heads, -1))
@@ -80,7 +80,7 @@ class QuantizedSelfAttention:
     attention: Step
     out: Step
 
-    def run(self, x, shift, scale, gate, rotary: object) -> torch.Tensor:
+    def run(self, x, shift, scale, gate, rotary: object, _beside: object = None) -> torch.Tensor:
         q, k, v = self.qkv.run(self.norm.run(x, scale, shift))
         quantized = self.quantize.run(q, k, v, self.half_tables(rotary))
         del q, k, v  # before more is allocated
@@ -98,7 +98,10 @@ class QuantizedSelfAttention:
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """x + attention of the normed x over the text, and over the image where the context holds one."""
+    """x + attention of the normed x over the text, and over the image where the context holds one.
+
+    image_tokens: of the image, which come first in the context.
+    """
 
     heads: int
     norm: Step
@@ -111,15 +114,16 @@ class CrossAttention:
     image_kv: Step | None = None
     image_norm: Step | None = None
     image_attention: Step | None = None
+    image_tokens: int = 0
 
     def run(self, x, context: torch.Tensor) -> torch.Tensor:
         # In diffusers' order of modules, in which group offloading brings them ahead.
-        text = context if self.image_attention is None else context[:, context.shape[1] - TEXT_TOKENS :]
+        text = context if self.image_attention is None else context[:, self.image_tokens :]
         q, (k, v) = self.q.run(self.norm.run(x)), self.kv.run(text)
         q = self.norm_q.run(q)
         attended = self.attention.run(q, self.norm_k.run(k), v.unflatten(2, (self.heads, -1)))
         if self.image_attention is not None:
-            k, v = self.image_kv.run(context[:, : context.shape[1] - TEXT_TOKENS])
+            k, v = self.image_kv.run(context[:, : self.image_tokens])
             attended = self.image_attention.run(q, self.image_norm.run(k), v.unflatten(2, (self.heads, -1)), attended)
         del q
         return self.out.run(attended if self.attention.gives else attended.flatten(2), x)
@@ -193,19 +197,17 @@ class BlockPlan:
     def run(self, x, context, modulation, rotary: object, beside: object = None, skipped: int = 0) -> torch.Tensor:
         """Return the block's output for x [B, S, C], a context [B, L, C] and six rows of modulation, each [B, 1|S, C].
 
-        beside, skipped: as in `Inputs`. beside counts if an attention is called as a whole.
+        beside, skipped: as in `Inputs`.
         """
         shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = modulation
-        if isinstance(self.self_attention, Whole):
-            x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary, beside)
-        else:
-            x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary)
+        x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary, beside)
         others, x = (x[:, :skipped], x[:, skipped:].contiguous()) if skipped else (None, x)
         if isinstance(self.cross_attention, Whole):
             x = self.cross_attention.run(x, None, None, None, context, beside)
         else:
             x = self.cross_attention.run(x, context)
         x = x if others is None else torch.cat([others, x], 1)
+        del others  # a view of a tensor that is not needed any more
         return self.feed_forward.run(x, c_shift_msa, c_scale_msa, c_gate_msa)
 
     def rows(self) -> Iterator[tuple[str, str, tuple[Step, ...]]]:
