@@ -58,7 +58,7 @@ def test_a_video_has_its_sound(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--preset", "quantized", "--fps", "25"], ["--recipe", "turbot2av"], ["--preset", "sparse"]]
+    "options", [[], ["--preset", "quantized", "--fps", "25"], ["--preset", "sparse", "--recipe", "turbot2av"]]
 )
 def test_generate_writes_the_video_with_its_sound(model, tmp_path, capsys, options, monkeypatch):
     output, written = tmp_path / "video.mp4", []

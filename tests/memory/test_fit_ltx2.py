@@ -15,7 +15,7 @@ from turbo_rcm_patch.memory.stages import Patched, Video, stages_of, unpatched_s
 from turbo_rcm_patch.patching.families.vae.sizes import compression
 
 SIZE = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES}
-REAL, SMALL = Video(1024, 1792, 121), Video(512, 768, 121)
+SMALL, SMALLER = Video(512, 1024, 121), Video(256, 512, 121)
 
 
 def fit_on_the_cpu(pipe, **options):
@@ -26,8 +26,7 @@ def outputs_of(pipe, kind):
     return [torch.as_tensor(x) for x in pipe(**tiny_ltx2_call(kind, output_type="np"))]
 
 
-@pytest.mark.parametrize("tier", ["exact", "quantized"])
-@pytest.mark.parametrize("kind", LTX2_PIPELINES)
+@pytest.mark.parametrize(("kind", "tier"), [("text", "exact"), ("image", "quantized"), ("condition", "exact")])
 def test_streaming_changes_neither_video_nor_sound_and_is_undone(monkeypatch, kind, tier):
     monkeypatch.setattr(
         plan_module, "choose", lambda found, *_: Placement(frozenset(c.name for c in found if c.blocks), tiles=True)
@@ -89,7 +88,7 @@ def real_models():
 
 
 def test_the_real_model_in_each_tier_and_on_a_card(real_models):
-    exact, quantized = (needs(models_by_preset("ltx2-19b", preset=name), [SMALL])[0] for name in ("exact", "quantized"))
+    exact, quantized = (needs(models_by_preset("ltx2-19b", preset=name), [SMALLER])[0] for name in ("exact", "quantized"))
     names = [component.name for component in exact.components]
     assert sorted(names) == ["audio_vae", "connectors", "text_encoder", "transformer", "vae", "vocoder"]
     transformer = exact.components[names.index("transformer")].weights
@@ -99,11 +98,13 @@ def test_the_real_model_in_each_tier_and_on_a_card(real_models):
 
 
 def test_tiles_take_less_than_whole_frames(real_models):
-    whole, in_tiles = (sound.video_decoding_bytes(real_models["vae"], *REAL, in_tiles=tiles) for tiles in (False, True))
-    small = sound.video_decoding_bytes(real_models["vae"], *SMALL)
-    frames = 3 * 121 * 1024 * 1792 * 2
-    assert frames < in_tiles < whole / 2
-    assert whole == pytest.approx(small * 14 / 3, rel=0.1)  # as many times the pixels
+    whole, in_tiles = (
+        sound.video_decoding_bytes(real_models["vae"], *SMALL, in_tiles=tiles) for tiles in (False, True)
+    )
+    smaller = sound.video_decoding_bytes(real_models["vae"], *SMALLER)
+    frames = 3 * 121 * 512 * 1024 * 2
+    assert frames < in_tiles < 0.8 * whole
+    assert whole == pytest.approx(4 * smaller, rel=0.1)  # as many times the pixels
 
 
 def test_a_denoising_step_holds_the_tensors_of_a_block(real_models):
