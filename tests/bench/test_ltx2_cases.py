@@ -1,5 +1,6 @@
 """LTX-2's case: inputs of the pipeline's shapes, and checks and comparisons that look at the video and the sound."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -142,6 +143,7 @@ def test_end_to_end_runs_in_every_tier(preset, tmp_path, capsys):
     options = ["--structured", "--no-oracle"] if "sparse" in preset else []
     arguments = ["--config", "tiny-ltx2", "--preset", preset, "--steps", "2", "--repeats", "1", "--warmups", "0"]
     assert end_to_end.main([*arguments, *options, "--no-compile", "--decode", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["settings"].get("mass") == (0.9 if preset == "block_sparse" else None)
     printed = capsys.readouterr().out
     assert "audio-to-video cross_attention" in printed
     assert "frames: PSNR" in printed

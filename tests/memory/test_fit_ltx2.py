@@ -88,7 +88,9 @@ def real_models():
 
 
 def test_the_real_model_in_each_tier_and_on_a_card(real_models):
-    exact, quantized = (needs(models_by_preset("ltx2-19b", preset=name), [SMALLER])[0] for name in ("exact", "quantized"))
+    exact, quantized = (
+        needs(models_by_preset("ltx2-19b", preset=name), [SMALLER])[0] for name in ("exact", "quantized")
+    )
     names = [component.name for component in exact.components]
     assert sorted(names) == ["audio_vae", "connectors", "text_encoder", "transformer", "vae", "vocoder"]
     transformer = exact.components[names.index("transformer")].weights

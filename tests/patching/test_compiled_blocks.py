@@ -102,7 +102,7 @@ def int8_everywhere(monkeypatch):
 
 def test_in_the_quantized_tier_a_block_is_of_custom_ops(int8_everywhere, compiled):
     compile_blocks, graphs = compiled
-    model = tiny_wan_transformer()
+    model = tiny_wan_transformer(layers=1)
     inputs = tiny_transformer_inputs(model, batch=1, frames=1, height=4, width=4, text_tokens=3)
     with torch.no_grad(), trp.patch(model, trp.Quantized(implementation="triton")):
         expected = model(**inputs)[0]
