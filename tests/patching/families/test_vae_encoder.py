@@ -79,12 +79,12 @@ def test_an_image_and_a_video_in_chunks_of_any_size(kind, frames, diffusers_enco
     ("kind", "tiles"),
     [
         ("residual", (16, 16, 8, 8)),  # of pixels that are patchified
-        ("qwen image", (32, 32, 24, 16)),
+        ("qwen image", (32, 40, 32, 24)),
         ("wan 2.1", (24, 32, 32, 24)),  # rows are left out
     ],
 )
 def test_tiles(kind, tiles, diffusers_encoder_is_off):
-    x = tiny_video(9, 1, 64, 80)
+    x = tiny_video(5, 1, 64, 64)
     whole = encode(tiny_vae(kind), x)
     in_tiles = check(kind, x, diffusers_encoder_is_off, lambda vae: vae.enable_tiling(*tiles))
     assert in_tiles.shape != whole.shape or relative_error(in_tiles, whole) > 1e-3
@@ -141,10 +141,10 @@ def test_low_precision_is_no_less_accurate(kind, dtype):
 
 
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
-@pytest.mark.parametrize("kind", ["qwen image", "residual"])
-def test_through_the_kernels(kind, diffusers_encoder_is_off):
+@pytest.mark.parametrize(("kind", "frames"), [("qwen image", 1), ("residual", 5)])
+def test_through_the_kernels(kind, frames, diffusers_encoder_is_off):
     """Pixels have channels of zeros then, so that a kernel reads 16 bytes at a time."""
-    vae, x = tiny_vae(kind, **FEW_LEVELS), tiny_video(5, 1, 8, 8)
+    vae, x = tiny_vae(kind, **FEW_LEVELS), tiny_video(frames, 1, 8, 8)
     expected = encode(vae, x)
     diffusers_encoder_is_off()
     trp.patch(vae, trp.Exact(implementation="triton"))
