@@ -1,8 +1,6 @@
 """Devices of the tests: a CUDA GPU if there is one, else Triton's CPU interpreter, switched on before any import."""
 
-import contextlib
 import gc
-import importlib
 import logging
 import os
 import sys
@@ -31,57 +29,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     speed_up()
 
-LEFT_OUT = pytest.StashKey[int]()
-
 gc.set_threshold(20_000, 20, 20)  # by default the collector takes a tenth of the tests' time
 
 
-def pytest_collection(session):
-    """pytest rewrites the asserts of a new test file for half a second and keeps the result. Of several workers each
-    starts with files of its own, so that none does what another one did."""
-    worker = getattr(session.config, "workerinput", None)
-    if worker is None:
-        return
-    paths = [
-        (session.config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in session.config.args
-    ]
-    files = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
-    start = len(files) * int(worker["workerid"][2:]) // worker["workercount"]
-    for file in files[start:]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports it
-            importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
-
-
-def pytest_collection_modifyitems(config, items):
-    """Leave out tests marked gpu without a GPU, and tests on the device "interpreter" where a GPU runs the kernels.
-
-    Skipping each of them would take seconds. The last lines of a run say how many were left out.
-    """
-    here = [item for item in items if runs_here(item, torch.cuda.is_available())]
-    left_out = len(items) - len(here)
-    items[:] = here
-    config.stash[LEFT_OUT] = left_out
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["left_out"] = left_out
-
-
-def runs_here(item, has_gpu):
-    if not has_gpu:
-        return item.get_closest_marker("gpu") is None
-    callspec = getattr(item, "callspec", None)
-    return callspec is None or callspec.params.get("device") != "interpreter"
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    """Take the number from a worker of pytest-xdist. All of them collect the same tests."""
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if left_out := config.stash.get(LEFT_OUT, 0):
-        why = "the kernels run on the GPU here" if torch.cuda.is_available() else "they need a CUDA GPU"
-        terminalreporter.write_line(f"{left_out} tests left out: {why}")
+def pytest_collection_modifyitems(items):
+    """Skip tests marked gpu without a GPU, and tests on the device "interpreter" where a GPU runs the kernels."""
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        if not has_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        callspec = getattr(item, "callspec", None)
+        if has_gpu and callspec and callspec.params.get("device") == "interpreter":
+            item.add_marker(pytest.mark.skip(reason="the kernels run on the GPU here"))
 
 
 def pytest_collection_finish():
