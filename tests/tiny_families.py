@@ -14,7 +14,7 @@ from diffusers import (
 )
 from diffusers.models.transformers import transformer_wan_animate_2
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention import flex_attention
 
 from tests.tiny_wan import (
     I2V_TEXT_TOKENS,
@@ -89,18 +89,19 @@ def animate(layers=3, **options):
 def animate_2(layers=3, **options):
     small = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "ffn_dim": 48, "freq_dim": 64, "text_dim": TEXT_DIM}
     channels = {"in_dim": 2 * CHANNELS, "out_dim": CHANNELS}
-    return WanAnimate2Transformer3DModel(**small, **channels, text_len=8, num_layers=layers, **options)
+    return WanAnimate2Transformer3DModel(**{**small, **channels, "text_len": 8, "num_layers": layers, **options})
 
 
 def _made_once(mask, *, _compile, **options):
     values = tuple(cell.cell_contents for cell in mask.__closure__)
     key = values + tuple(options.values())
     if key not in _masks:
-        _masks[key] = create_block_mask(mask, **options)
+        _masks[key] = flex_attention.create_block_mask(mask, **options)
     return _masks[key]
 
 
-# diffusers compiles the mask for each model, which takes a CPU many seconds.
+# diffusers compiles the mask for each model, and PyTorch traces FlexAttention, which takes a CPU many seconds.
+flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
 _masks = {}
 transformer_wan_animate_2.create_block_mask = _made_once
 

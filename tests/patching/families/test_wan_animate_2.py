@@ -2,15 +2,22 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+from diffusers.modular_pipelines import WanAnimate2DistilledBlocks, WanAnimate2DistilledModularPipeline
+from PIL import Image
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.pairs import output_of
-from tests.tiny_families import BATCH, HEIGHT, WIDTH, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import BATCH, CLIP_DIM, HEIGHT, WIDTH, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_vae import Z_DIM, tiny_vae
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.patching.steps.plan import state_of
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 
@@ -20,7 +27,7 @@ NEW, DRIVING = "animate 2", "animate 2, driving video"
 def test_a_pass_over_each_video():
     """The second pass reads what the first one kept, with and without the patch."""
     model = tiny_family_transformer(NEW, layers=2)
-    given = {**tiny_family_inputs(DRIVING, model), "encoder_hidden_states_image": torch.randn(BATCH, 5, 1280)}
+    given = {**tiny_family_inputs(DRIVING, model), "encoder_hidden_states_image": torch.randn(BATCH, 5, CLIP_DIM)}
 
     def both():
         cache = WanAnimate2KVCache(len(model.blocks))
@@ -37,9 +44,9 @@ def test_a_pass_over_each_video():
 
 
 @pytest.mark.parametrize(
-    "full", [{"origin_len": 12}, {"origin_area": [64, 64]}, {"origin_len": 8, "origin_area": [48, 64]}]
+    ("full", "driving_frames"),
+    [({"origin_len": 12}, 2), ({"origin_area": [64, 64]}, 2), ({"origin_len": 8, "origin_area": [48, 64]}, 1)],
 )
-@pytest.mark.parametrize("driving_frames", [1, 2])
 def test_a_part_of_the_full_video(full, driving_frames):
     """The frames and tokens that are not there count as keys of zeros, as in diffusers."""
     model = tiny_family_transformer(NEW, layers=1)
@@ -114,3 +121,36 @@ def test_fit_does_not_know_its_memory():
     pipe = SimpleNamespace(components={"transformer": model})
     with pytest.raises(ValueError, match="no transformer of a supported family, whose memory is known"):
         trp.fit(pipe, height=32, width=48, num_frames=5)
+
+
+def distilled_pipeline():
+    """The modular pipeline with tiny models."""
+    clip = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "patch_size": 32}
+    pipe = WanAnimate2DistilledModularPipeline(blocks=WanAnimate2DistilledBlocks())
+    channels = {"in_dim": 2 * Z_DIM + 4, "out_dim": Z_DIM}
+    pipe.update_components(
+        transformer=tiny_family_transformer(NEW, layers=1, text_len=16, **channels),
+        vae=tiny_vae(),
+        image_encoder=CLIPVisionModel(CLIPVisionConfig(hidden_size=CLIP_DIM, **clip)).eval(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        **{name: tiny_wan_pipeline().components[name] for name in ("text_encoder", "tokenizer")},
+    )
+    return pipe
+
+
+def test_its_pipeline_with_few_steps():
+    """A video in two segments, the second of which goes on from the first."""
+    pipe, random = distilled_pipeline(), np.random.RandomState(0)
+    pictures = [Image.fromarray(random.randint(0, 255, (48, 32, 3), dtype=np.uint8)) for _ in range(10)]
+    sizes = {"height": 48, "width": 32, "segment_frame_length": 5, "max_sequence_length": 16}
+
+    def video():
+        given = {"prompt": "a fox", "image": pictures[0], "driving_video": pictures[1:], "num_inference_steps": 2}
+        return pipe(**given, **sizes, generator=torch.Generator().manual_seed(0), output_type="pt", output="videos")
+
+    expected = video()
+    assert expected.shape[1] == 9
+    assert expected.std() > 0.05
+    with trp.patch(pipe) as patch:
+        assert relative_error(video(), expected) <= 1e-5
+        assert "PyTorch module" not in patch.summary()
