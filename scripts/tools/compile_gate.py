@@ -2,7 +2,7 @@
 
     python scripts/tools/compile_gate.py                                   # everything: about an hour on two cores
     python scripts/tools/compile_gate.py --ops linear_skip --architectures 90 120
-    python scripts/tools/compile_gate.py --one-in 40                       # what CI has time for
+    python scripts/tools/compile_gate.py --one-in 60                       # what CI has time for
 
 The cases are the launches of the calls in scripts/tools/every_launch.py. With --one-in N they are every N-th case of an
 op, on each architecture others, and each kernel's first case once per generation (80, 90, 100, 120). A case fails on:
