@@ -22,8 +22,6 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests import module_walks
-
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter import speed_up
 
@@ -44,8 +42,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Speed up walks, spare the collector what is there now, and start what forks processes for tests of several."""
-    module_walks.speed_up()
+    """Spare the collector what is there now, and start what forks processes for tests of several."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch"):  # pytest looks for loggers that do not propagate six times in a test; torch has 70
             logger.propagate = True

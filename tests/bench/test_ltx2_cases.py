@@ -58,7 +58,7 @@ def test_the_real_case_has_the_published_sizes():
 
 
 def test_inputs_have_the_shapes_that_the_pipeline_gives():
-    """Within a call: latents as tokens, a prompt with a mask, one timestep for all tokens, no guidance."""
+    """The step gets latents as tokens, a prompt with a mask and one timestep for all tokens. It has no guidance."""
     narrow = {"num_attention_heads": 2, "attention_head_dim": 64, "cross_attention_dim": 128, "num_layers": 1}
     narrow |= {"audio_attention_head_dim": 2, "audio_cross_attention_dim": 64}
     vae = {**TINY.vae, "latent_channels": 128, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}

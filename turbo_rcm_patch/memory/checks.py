@@ -1,4 +1,4 @@
-"""What `fit` checks before it plans: the pipeline, its configuration, the size of the video, and the GPU."""
+"""The checks of `fit` before it plans: the pipeline, its configuration, the size of the video, and the GPU."""
 
 from __future__ import annotations
 

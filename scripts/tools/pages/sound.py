@@ -1,4 +1,4 @@
-"""What the sound costs in a step of LTX-2."""
+"""The table of what the sound costs in a step of LTX-2."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_through_the_kernels(kind, diffusers_decoder_is_off):
 
 @pytest.mark.parametrize("frames", [1, 3])
 def test_zeros_before_an_image_are_not_multiplied(frames, monkeypatch):
-    """Of a convolution's window the last frame is enough, which is a third of the work for an image."""
+    """An image needs the last frame of a convolution's window alone, which is a third of the work."""
     vae, z, windows, convolve = tiny_vae("qwen image"), tiny_latents(frames, 1), [], steps.convolve
     expected = decode(vae, z)
 

@@ -64,7 +64,7 @@ def check(kind, x, off, set_up=lambda vae: None, **config):
 @pytest.mark.parametrize("frames", [1, 14])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_and_a_video_in_chunks_of_any_size(kind, frames, diffusers_encoder_is_off):
-    """Of 14 frames diffusers takes 13: one, and three times four."""
+    """diffusers encodes 13 of 14 frames: the first alone, then three groups of four."""
     vae, x = tiny_vae(kind), tiny_video(frames)
     expected = encode(vae, x)
     assert expected.shape[2] == 1 + (frames - 1) // 4
@@ -156,7 +156,7 @@ def test_through_the_kernels(kind, frames, diffusers_encoder_is_off):
     [(4, 4, 1, 2), (4, 8, 2, 2), (8, 4, 2, 2), (6, 3, 1, 2), (4, 4, 1, 1), (8, 4, 2, 1)],
 )
 def test_a_shortcut_averages_neighbours(given, made, frames, edge):
-    """Of frame 0 too, before which there are zeros."""
+    """Frame 0 is averaged with zeros before it."""
     shortcut, run = AvgDown3D(given, made, frames, edge), _Encoder(None)
     for count in (1, 4):
         x = torch.randn(2, count, 4, 6, given)

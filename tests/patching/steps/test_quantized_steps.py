@@ -40,7 +40,7 @@ def in_8_bits(monkeypatch):
     def watch(name, is_quantized):
         def around(launch):
             def counted(q, k, *others):
-                # As many keys as queries: it does not cross. The VAE's attention has one head.
+                # Cross-attention has other numbers of keys and queries. The VAE's attention has one head.
                 if is_quantized or (q.shape[1] == k.shape[1] and q.shape[2] > 1):
                     calls.append(is_quantized)
                 return launch(q, k, *others)

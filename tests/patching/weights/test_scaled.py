@@ -66,7 +66,7 @@ def test_the_values_run_as_they_are(file, prefix, scale, by_row, dtype):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_load_converted_takes_them_too(file, dtype):
-    """As it takes a folder of `convert`: without original weights, also where values are converted."""
+    """The weights are in 8 bits, without originals, as after loading a folder of `convert`."""
     weights = scaled(dtype=dtype)
     path = file(weights)
     for source in (path, str(path.parent)):

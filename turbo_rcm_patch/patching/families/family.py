@@ -205,7 +205,7 @@ class Pipeline(NamedTuple):
 
 
 class PipelineInputs(NamedTuple):
-    """What random inputs of a pipeline's call consist of.
+    """The sizes of random inputs for a call of a pipeline.
 
     prompt: tokens of a prompt, and the channels of its embeddings.
     latents: (height, width, frames) -> the size [C, ...] of each argument with latents of a video of that size.

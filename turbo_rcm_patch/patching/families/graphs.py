@@ -23,7 +23,7 @@ from ..steps.residual import warn_of_saturation
 
 
 class Graphed(NamedTuple):
-    """What a family states about its transformer's graphs.
+    """A family's part in its transformer's graphs.
 
     first_layer: the path of the module whose weight is where inputs must be.
     compute: (transformer, options, inputs) -> the result of the class's own forward.
