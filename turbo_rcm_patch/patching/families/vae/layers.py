@@ -88,8 +88,7 @@ class Run:
 def keep_last_frames(front: torch.Tensor, x: torch.Tensor) -> None:
     """Replace the frames of a front by the last ones of front and x together, in place.
 
-    Fronts are most of what a decode of large frames holds. In place they never exist twice, and leave no gaps between
-    what PyTorch's allocator reuses.
+    Fronts are most of what a decode of large frames holds. In place they never exist twice.
     """
     left = front.shape[1] - x.shape[1]
     if left > 0:
