@@ -206,6 +206,7 @@ def measure(pipe: DiffusionPipeline, size: dict[str, int], repeats: int) -> dict
             del frames
     except torch.OutOfMemoryError as error:
         print(f"does not fit: {error}")
+        pipe.vae.clear_cache()  # else the frames that diffusers' decode kept stay on the GPU beside what runs next
         return {"seconds": None, "step_seconds": None, "allocated": recorder.peaks}
     return {
         "seconds": statistics.median(videos[1:]),
