@@ -200,36 +200,33 @@ def test_without_8_bits_it_runs_by_the_kernel_of_the_models_dtype(implementation
         for block in model.blocks:
             block.attn1.norm_q.register_forward_hook(lambda *_: None)
 
+    options = {"quantize": ("attention",), "implementation": implementation}
+    step = plan_on_a_gpu(options, capability=capability, change=hooked)
+    assert step.kernel == "portable Triton, block-sparse with mass 0.9"
+    assert step.reason == "torch hook"
+    x = torch.empty(1, 32760, 2, 64, device="meta", dtype=torch.bfloat16)
+    launched = compile_without_gpu.record_launches(partial(step.run, x, x, x), capability)
+    assert launched[-1].kernel.fn.__name__ == "_sparse_attention_kernel"
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_on_several_gpus_q_k_and_v_are_put_in_8_bits_after_their_exchange(capability):
     def on_two_gpus(model):
         degrees = SimpleNamespace(ring_degree=1, ulysses_degree=2, ulysses_anything=False)
         for block in model.blocks:
             block.attn1.processor._parallel_config = SimpleNamespace(context_parallel_config=degrees)
 
-    options = {"quantize": ("attention",), "implementation": implementation}
-    for change, reason, suffix in (
-        (hooked, "torch hook", ""),
-        (on_two_gpus, "context parallelism", " between all-to-alls"),
-    ):
-        step = plan_on_a_gpu(options, capability=capability, change=change)
-        assert step.kernel == f"portable Triton, block-sparse with mass 0.9{suffix}"
-        assert step.reason == reason
-        run = step.run if not suffix else step.run.args[1]  # of a GPU's own heads
-        x = torch.empty(1, 32760, 2, 64, device="meta", dtype=torch.bfloat16)
-        launched = compile_without_gpu.record_launches(partial(run, x, x, x), capability)
-        assert launched[-1].kernel.fn.__name__ == "_sparse_attention_kernel"
-
-
-def test_dense_on_a_gpu_where_no_sparse_kernel_is():
-    for options, of_model, call, reason in (
-        ({}, {"head_dim": 80}, {}, "head_dim 80"),
-        ({"min_tokens": 0}, {"head_dim": 80}, {"tokens": 700}, "head_dim 80"),
-        ({"blocks": (64, 32)}, {}, {}, "blocks of 64 queries and 32 keys"),
-        ({}, {}, {"batch": 4}, "8190 tokens, fewer than min_tokens=8192"),
-        ({}, {}, {"derivative": "backward"}, "autograd"),
-    ):
-        step = plan_on_a_gpu(options, **of_model, **call)
-        assert step.reason == reason
-        assert "block-sparse" not in step.kernel
+    step = plan_on_a_gpu({"quantize": ("attention",)}, capability=capability, change=on_two_gpus)
+    assert step.kernel.endswith(" int8, e4m3, block-sparse with mass 0.9 between all-to-alls")
+    assert step.reason is None
+    of_its_own_heads = step.run.args[1]
+    received = torch.empty(32760, 3, 1, 1, 64, device="meta", dtype=torch.bfloat16)  # side by side for each token
+    q_k_v = [x.transpose(0, 1) for x in received.unbind(1)]
+    launched = compile_without_gpu.record_launches(partial(of_its_own_heads, *q_k_v), capability)
+    names = [launch.kernel.fn.__name__ for launch in launched]
+    quantize = ["_quantize_q_kernel", "_summarize_kv_kernel", "_reduce_summaries_kernel", "_quantize_kv_kernel"]
+    assert names[:4] == quantize
+    assert len(names) > 4
 
 
 @pytest.mark.parametrize("quantize", [(), ("attention",)])

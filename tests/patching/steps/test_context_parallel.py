@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
 from tests.patching.launches import around_launches
+from tests.patching.steps.test_sparse_linear import with_own_projections
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import reference
@@ -28,6 +29,22 @@ MODELS = {
     "an image": (I2V, 1, False, ULYSSES, "before"),
     "a timestep per token": ({"heads": 4}, 2, True, ULYSSES, "before"),
     "shares of any size": ({}, 2, False, ANYTHING, "before"),
+}
+# Attention in 8 bits, sparse, and both. The linears are not, unlike the tiers' own.
+BLOCKS = {"blocks": (4, 4)}  # of the 18 tokens
+LEFT_OUT = {**BLOCKS, "mass": 0.5, "min_tokens": 0}
+IN_8_BITS = {"quantize": ("attention",)}
+TIERS = {
+    "quantized": trp.Quantized(**IN_8_BITS),
+    "sparse": trp.Sparse(quantize=(), topk=0.5, **BLOCKS),
+    "sparse, 8 bits": trp.Sparse(topk=0.5, **BLOCKS, **IN_8_BITS),
+    "block-sparse": trp.BlockSparse(quantize=(), **LEFT_OUT),
+    "block-sparse, 8 bits": trp.BlockSparse(**LEFT_OUT, **IN_8_BITS),
+}
+IN_SUMMARY = {
+    "quantized": "between all-to-alls",
+    "sparse": "SLA 2/5 blocks",
+    "block-sparse": "block-sparse with mass 0.5",
 }
 OURS = [name for name, (*_, degrees, _when) in MODELS.items() if degrees == ULYSSES]
 
@@ -63,7 +80,8 @@ def on_cpu(rank):
         "ring": [ring(patched) for patched in (True, False)],
         "gradients": [gradients(patched) for patched in (True, False)],
         "compiled": compiled(),
-        "quantized": quantized(),
+        "tiers": {name: in_tier(name, ULYSSES) for name in TIERS},
+        "quantized, shares of any size": in_tier("quantized", ANYTHING),
     }
 
 
@@ -79,7 +97,7 @@ def alone(rank, batch):
     given = []
 
     def attend(*qkv):
-        given.extend((list(x.shape), x.is_contiguous()) for x in qkv)
+        given.extend(list(x.shape) for x in qkv)
         return attention(*qkv)
 
     q, k, v = (x.chunk(RANKS, 1)[rank] for x in random_qkv(batch))
@@ -151,15 +169,16 @@ def compiled():
 
 
 @torch.no_grad()
-def quantized():
-    """The output and the summary of a model in 8 bits, and its output with its attention exact from the start."""
-    outputs = []
-    for degrees in (ULYSSES, ANYTHING):
-        model, inputs = model_and_inputs("ulysses")
-        patch = trp.patch(model, "quantized")
+def in_tier(name, degrees=None):
+    """The output and the summary of a model in a tier, on all ranks if degrees are given, else in one process."""
+    model, inputs = model_and_inputs("ulysses")
+    config = TIERS[name]
+    if isinstance(config, trp.Sparse):
+        with_own_projections(model)
+    patch = trp.patch(model, config)
+    if degrees is not None:
         model.enable_parallelism(config=parallel_config(**degrees))
-        outputs.append((model(**inputs)[0], patch.summary()))
-    return outputs
+    return model(**inputs)[0], patch.summary()
 
 
 @torch.no_grad()
@@ -212,8 +231,7 @@ def test_ranks_attend_to_the_tokens_of_all(ranks, batch):
     outputs = [results["alone"][batch][0] for results in ranks]
     assert relative_error(torch.cat(outputs, dim=1), attention(*random_qkv(batch))) <= 1e-6
     for results in ranks:
-        # One sample's shares are used as they were received.
-        assert results["alone"][batch][1] == [([batch, 10, 2, 6], batch == 1)] * 3
+        assert results["alone"][batch][1] == [[batch, 10, 2, 6]] * 3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -254,20 +272,29 @@ def test_gradients_are_diffusers(ranks):
             assert relative_error(ours[name], gradient) <= 1e-5, name
 
 
-@torch.no_grad()
-def test_a_quantized_model_takes_the_exact_attention_and_8_bit_linears(ranks):
-    model, inputs = model_and_inputs("ulysses")
-    with trp.patch(model, trp.Quantized(quantize=["linears"])):
-        alone = model(**inputs)[0]
+@functools.cache
+def alone_in_tier(name):
+    return in_tier(name)[0]
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_the_ranks_attend_in_8_bits_or_to_a_part_of_the_keys_as_one_process_does(ranks, name):
+    wide, _, in_8_bits = name.partition(",")
     for results in ranks:
-        for (output, summary), reason in zip(
-            results["quantized"], ("context parallelism (2)", "ulysses_anything (2)"), strict=True
-        ):
-            # Sums in another order move some roundings. The difference is smaller than the error of all roundings.
-            assert relative_error(output, alone) < relative_error(alone, expected("ulysses"))
-            assert reason in row(summary, "self_attention", " attention ")
-            assert "linears in 8 bits" in summary
-        assert "all-to-alls" in row(results["quantized"][0][1], "self_attention", " attention ")
+        output, summary = results["tiers"][name]
+        # Sums in another order move a few roundings to 8 bits. They err much less than all roundings.
+        exact = expected("ulysses") if name == "quantized" else alone_in_tier(wide)
+        rounding = relative_error(alone_in_tier(name), exact) / 10 if in_8_bits or name == "quantized" else 1e-5
+        assert relative_error(output, alone_in_tier(name)) <= rounding
+        assert IN_SUMMARY[wide] in row(summary, "self_attention", " attention ")
+    assert relative_error(alone_in_tier(name), expected("ulysses")) > 1e-4  # the tier changes the result
+
+
+def test_a_quantized_model_with_shares_of_any_size_takes_the_exact_attention(ranks):
+    for results in ranks:
+        output, summary = results["quantized, shares of any size"]
+        assert relative_error(output, expected("ulysses")) <= 1e-5
+        assert "ulysses_anything (2)" in row(summary, "self_attention", " attention ")
 
 
 def test_compiled_blocks(ranks):

@@ -88,8 +88,6 @@ def why_not_own_attention(
 def why_not_quantized_attention(attn: nn.Module, norm_class: type[nn.Module], call: Call) -> str | None:
     """Return the reason why a self-attention and its QK-norm do not run in 8 bits, or None if they do."""
     reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
-    if reason is None and attn.processor._parallel_config is not None:
-        reason = "context parallelism"
     norms = (attn.norm_q, attn.norm_k)
     reason = reason or next(filter(None, (why_not_head_norm(norm, norm_class, call.device) for norm in norms)), None)
     return reason or in_8_bits.why_not_attention(attn, call)

@@ -86,13 +86,16 @@ def block_sizes(call: Call, *, quantized: bool) -> tuple[int, int]:
 
 
 def attention(attn: nn.Module, call: Call, *, quantized: bool) -> Step:
-    """Return block-sparse attention: (q, k, v [B, S, H, D]), or one QuantizedQKV if quantized, -> [B, S, H, D]."""
+    """Return block-sparse attention: (q, k, v [B, S, H, D]), or one QuantizedQKV if quantized, -> [B, S, H, D].
+
+    On several GPUs q, k and v are this GPU's tokens, but a QuantizedQKV has the tokens of all.
+    """
     op, fields = _op_and_fields(attn, call, quantized)
     pick = call.pick(op, kernels.SparseSpec, **fields)
     run = partial(_attend, pick.launch, (call.config.mass, fields["block_q"], fields["block_k"]))
     kernel = formats_label(pick, fields["v_format"]) if quantized else pick.label
     kernel = f"{kernel}, block-sparse with mass {call.config.mass:g}"
-    if attn.processor._parallel_config is not None:  # not quantized
+    if attn.processor._parallel_config is not None and not quantized:
         run, kernel = partial(ulysses_attention, attn.processor._parallel_config, run), f"{kernel} between all-to-alls"
     return Step(run, kernel, pick.reason)
 

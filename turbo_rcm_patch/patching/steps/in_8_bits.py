@@ -284,17 +284,18 @@ def _quantize_qkv(attn, launch, v_format, q, k, v, tables):
 def quantize_heads(attn: nn.Module, call: Call) -> Step:
     """Return the quantisation of q, k and v after QK-norm and RoPE, which ran in a pass of their own.
 
-    Step: (q, k [B, S, H, D], v [B, S, C]) -> QuantizedQKV.
+    Step: (q, k [B, S, H, D], v [B, S, C] or [B, S, H, D]) -> QuantizedQKV. H may be a part of the attention's heads.
     """
     fields = _attention_fields(attn, call)
     pick = call.pick(kernels.QUANTIZE_QKV, kernels.Attention8BitSpec, **fields)
-    return Step(partial(_quantize_heads, attn, pick.launch, fields["v_format"]), pick.label, pick.reason)
+    return Step(partial(_quantize_heads, pick.launch, fields["v_format"]), pick.label, pick.reason)
 
 
-def _quantize_heads(attn, launch, v_format, q, k, v):
-    scale = q.shape[3] ** -0.5 * LOG2_E
+def _quantize_heads(launch, v_format, q, k, v):
+    heads, head_dim = q.shape[2:]
     norms_and_tables = (None,) * 4
-    quantized = launch(q.flatten(2), k.flatten(2), v, *norms_and_tables, attn.heads, 0.0, scale, v_format)
+    q, k, v = (x.flatten(2) for x in (q, k, v))
+    quantized = launch(q, k, v, *norms_and_tables, heads, 0.0, head_dim**-0.5 * LOG2_E, v_format)
     return kernels.QuantizedQKV(*quantized, q.dtype)
 
 

@@ -29,7 +29,7 @@ from ...steps.layers import (
 from ...steps.plan import MODULE, Call, Step
 from ...steps.sparse_linear import attention as sparse_attention
 from ...steps.sparse_linear import is_sparse
-from ..wan.block import quantized_attention, wide_attention
+from ..wan.block import quantized_attention, quantized_attention_between_all_to_alls, wide_attention
 from .call import LTX2Block, LTX2Call, Norm, Place, Prompt, norm_of
 from .rope import SPLIT
 from .sub_layers import CrossAttention, Given, SelfAttention, Storages, Whole
@@ -97,6 +97,8 @@ def _attention_within(
     reason = why_not_quantized_attention(attn, kind.norm_class, call)
     if reason is not None:
         return None, wide_attention(attn, place.stream, call, reason)
+    if attn.processor._parallel_config is not None:
+        return None, quantized_attention_between_all_to_alls(attn, place.stream, call)
     return in_8_bits.quantize_heads(attn, call), quantized_attention(attn, place.stream, call, result)
 
 

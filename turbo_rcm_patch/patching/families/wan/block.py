@@ -17,6 +17,7 @@ from ....config import BlockSparse, Exact
 from ....plain import is_original, why_not_plain
 from ...steps import block_sparse, in_8_bits
 from ...steps.attention import attention, why_not_own_attention, why_not_quantized_attention
+from ...steps.context_parallel import ulysses_attention
 from ...steps.layers import (
     Tables,
     head_norm,
@@ -181,7 +182,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
     out = projection_with_skip(list(attn.to_out), stored, result, stream, call, gated=True)
     reason = "sparse" if is_sparse(attn) else kind.why_dense
     reason = reason or why_not_quantized_attention(attn, kind.norm_class, call)
-    if reason is None:
+    if reason is None and attn.processor._parallel_config is None:
         attended = quantized_attention(attn, stream, call, out.takes)
         return QuantizedSelfAttention(
             kind.half_tables,
@@ -193,6 +194,8 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
         )
     if is_sparse(attn):
         attended = sparse_attention(attn, stream, call)
+    elif reason is None:
+        attended = quantized_attention_between_all_to_alls(attn, stream, call)
     elif kind.why_dense is not None and not isinstance(call.config, Exact):
         attended = attention(attn, call)._replace(reason=kind.why_dense)
     else:
@@ -216,6 +219,22 @@ def quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype | 
         return block_sparse.attention(attn, call, quantized=True)
     attended = in_8_bits.attention(attn, call, result)
     return attended._replace(reason=reason) if isinstance(call.config, BlockSparse) else attended
+
+
+def quantized_attention_between_all_to_alls(attn, stream: Stream, call: Call) -> Step:
+    """Return a self-attention in 8 bits over the tokens of all GPUs: (q, k, v [B, S/W, H, D]) -> [B, S/W, H, D].
+
+    q, k and v are put in 8 bits after they were exchanged. Then the mean of k, the scale of v and the groups of keys
+    are those of one GPU.
+    """
+    quantize, attended = in_8_bits.quantize_heads(attn, call), quantized_attention(attn, stream, call, None)
+    attend = partial(_quantize_then_attend, quantize.run, attended.run)
+    run = partial(ulysses_attention, attn.processor._parallel_config, attend)
+    return Step(run, f"{attended.kernel} between all-to-alls", attended.reason or quantize.reason)
+
+
+def _quantize_then_attend(quantize, attend, q, k, v):
+    return attend(quantize(q, k, v))
 
 
 def wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> Step:
