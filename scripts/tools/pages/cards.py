@@ -52,11 +52,11 @@ def cards_table(run: dict) -> str:
         for row in run["cards"]
     ]
     header = ["variant", "card", "what streams", "VAE", "video, s", "a step, s", "peak of each stage, measured, GB"]
-    bus = settings["bus_bytes_per_second"]
-    copies = "" if bus is None else f"; a copy from pinned memory moves {bus / 1e9:.0f} GB/s"
+    bus = settings["bus_bytes_per_second"] / 1e9
     return (
         f"{_name(settings)} from a prompt of {settings['tokens']} tokens to frames, {settings['steps']} steps, on a "
-        f"GPU whose memory is capped ({versions(run['environment'])}; median of {settings['repeats']}{copies}). "
+        f"GPU whose memory is capped ({versions(run['environment'])}; median of {settings['repeats']}; a copy "
+        f"from pinned memory moves {bus:.0f} GB/s). "
         "Predictions stand in brackets:\n\n" + table_of(header, rows)
     )
 
