@@ -1,9 +1,9 @@
 """The VAEs AutoencoderKLWan (Wan 2.1's, and TI2V-5B's residual one) and AutoencoderKLQwenImage.
 
 classes.py: the classes of both VAEs and their parts. forward.py, encode.py: the methods bound on the VAE. decoder.py,
-encoder.py: the networks on channels-last activations. layers.py: what both have. tiles.py: images in tiles. chunks.py:
-the number of frames at a time. steps.py: the steps and their kernels. plain.py: the reasons for diffusers' own code.
-shown.py: what the summary shows.
+encoder.py: the networks on channels-last activations. layers.py: what both have. tiles.py: images in tiles. strips.py:
+decodes that processes share. chunks.py: the number of frames at a time. steps.py: the steps and their kernels.
+plain.py: the reasons for diffusers' own code. shown.py: what the summary shows.
 """
 
 from __future__ import annotations

@@ -44,6 +44,11 @@ class Stage(NamedTuple):
     doublings: int
     kept: int
 
+    def of_share(self, share: float) -> Stage:
+        """Return the stage for this share of a frame."""
+        elements = {name: math.ceil(share * getattr(self, name)) for name in ("alive", "given", "made", "kept")}
+        return self._replace(**elements)
+
 
 def output_shape(vae: nn.Module, z: torch.Tensor) -> tuple[int, ...]:
     """Return the shape [B, C, F, H, W] of the decoder's output for latents z, before it is unpatchified."""
@@ -61,14 +66,18 @@ def frames_at_once(
     *,
     working_set: int = WORKING_SET,
     free: int | None = None,
+    shares: Sequence[float] | None = None,
 ) -> list[int]:
     """Return the number of frames that each stage takes at a time, for z [B, C, F, H, W].
 
     latents: every stage takes the frames of this many latent frames. None: memory decides. working_set: bytes of
-    activations. free: bytes that are free for them, if that is known.
+    activations. free: bytes that are free for them, if that is known. shares: of a frame, those that each stage takes
+    (strips.py). None: all of it.
     """
     batch, _, count, height, width = z.shape
     stages, size = stages_of(vae.decoder, is_image=count == 1), batch * height * width
+    if shares is not None:
+        stages = [stage.of_share(share) for stage, share in zip(stages, shares, strict=True)]
     frames = []
     for stage in stages:
         frame, of_one_latent = stage.alive * size, 2**stage.doublings

@@ -15,17 +15,21 @@ from torch import nn
 from .classes import UP_BLOCK
 from .layers import Run
 from .steps import VaePlan
+from .strips import Cuts
 
 
-def decoded(vae: nn.Module, z: torch.Tensor, plan: VaePlan, frames: Sequence[int]) -> Iterator[torch.Tensor]:
+def decoded(
+    vae: nn.Module, z: torch.Tensor, plan: VaePlan, frames: Sequence[int], cuts: Cuts | None = None
+) -> Iterator[torch.Tensor]:
     """Decode latents z [B, z_dim, F, H, W] and yield the frames in order, as parts [B, C, n, H', W'].
 
     Each part is yielded as soon as it is made. Frames are neither unpatchified nor clamped. One latent frame becomes
     one frame. F latent frames become 1 + (F - 1) · 4 frames with two temporal upsamplers.
 
-    frames: the number of frames that each stage takes at a time (chunks.py).
+    frames: the number of frames that each stage takes at a time (chunks.py). cuts: for a strip of the frames
+    (strips.py), which the parts are then. None: all of them.
     """
-    run = _Decoder(plan, is_image=z.shape[2] == 1)
+    run = _Decoder(plan, is_image=z.shape[2] == 1, cuts=cuts)
     for latents in z.permute(0, 2, 3, 4, 1).split(frames[0], dim=1):
         for part in run.decoder(vae.decoder, run.convolve(vae.post_quant_conv, latents), frames[1:]):
             yield part.permute(0, 4, 1, 2, 3)
@@ -34,13 +38,14 @@ def decoded(vae: nn.Module, z: torch.Tensor, plan: VaePlan, frames: Sequence[int
 class _Decoder(Run):
     """One decode."""
 
-    def __init__(self, plan: VaePlan, *, is_image: bool = False):
+    def __init__(self, plan: VaePlan, *, is_image: bool = False, cuts: Cuts | None = None):
         super().__init__(plan, is_image=is_image)
+        self._cuts = {} if cuts is None else cuts.after
         self._begun: set[nn.Module] = set()  # modules that had latent frame 0, which gives fewer frames
 
     def decoder(self, decoder: nn.Module, x: torch.Tensor, frames: Sequence[int]) -> Iterator[torch.Tensor]:
         x = self.causal(decoder.conv_in, x)
-        x = self.mid_block(decoder.mid_block, x)
+        x = self.cut(decoder.mid_block, self.mid_block(decoder.mid_block, x))
         return self.up_blocks(decoder, zip(decoder.up_blocks, frames, strict=True), x)
 
     def up_blocks(
@@ -53,11 +58,11 @@ class _Decoder(Run):
             if others:
                 yield from self.up_blocks(decoder, others, y)
             else:
-                yield self.causal(decoder.conv_out, self.norm_silu(decoder.norm_out, y))
+                yield self.cut(decoder.conv_out, self.causal(decoder.conv_out, self.norm_silu(decoder.norm_out, y)))
 
     def up_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         for resnet in block.resnets:
-            x = self.residual_block(resnet, x)
+            x = self.cut(resnet, self.residual_block(resnet, x))
         for upsampler in block.upsamplers or ():
             x = self.upsample(upsampler, x)
         return x
@@ -65,11 +70,15 @@ class _Decoder(Run):
     def residual_up_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = x
         for resnet in block.resnets:
-            y = self.residual_block(resnet, y)
+            y = self.cut(resnet, self.residual_block(resnet, y))
         if block.upsampler is None:
             return y
-        residual = () if block.avg_shortcut is None else (self.shortcut(block.avg_shortcut, x),)
+        residual = () if block.avg_shortcut is None else (self.shortcut(block.avg_shortcut, self.cut(block, x)),)
         return self.upsample(block.upsampler, y, *residual)
+
+    def cut(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return what is kept of x, a module's result or an up block's input (strips.py)."""
+        return x.narrow(*self._cuts[module]).contiguous() if module in self._cuts else x
 
     def upsample(self, block: nn.Module, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if block.mode == "upsample3d":

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import nn
@@ -22,13 +24,14 @@ from .... import kernels
 from ....config import PatchConfig
 from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
-from ...steps.plan import STATE, Call, active_backend, derivative_of
+from ...steps.plan import SHARED, STATE, Call, active_backend, derivative_of
 from ..family import graph_of
 from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape
 from .classes import clamps_tiles, patch_size_of
 from .decoder import decoded
 from .plain import why_not_plain
 from .steps import VaePlan, takes_front
+from .strips import Cuts, Strip, agreed, cuts_of, gathered, strips_of
 from .tiles import Tiles, run_in_tiles
 
 # For each VAE, the implementations, devices and dtypes whose kernels are compiled. The record outlives a patch, because
@@ -41,13 +44,15 @@ class VaeState:
     """The patch's state on a VAE.
 
     users: the models that it was patched with. eager, eager_encodes: the count of decodes and encodes that diffusers'
-    code ran, by reason. receive: gets frames as they are made (`frames_sent_to`).
+    code ran, by reason. whole: the count of decodes that every process of a parallel transformer did whole, by reason.
+    receive: gets frames as they are made (`frames_sent_to`).
     """
 
     config: PatchConfig
     users: WeakSet[nn.Module] = field(default_factory=WeakSet)
     eager: Counter[str] = field(default_factory=Counter)
     eager_encodes: Counter[str] = field(default_factory=Counter)
+    whole: Counter[str] = field(default_factory=Counter)
     receive: Callable[[torch.Tensor], None] | None = None
 
     def __reduce__(self) -> tuple:
@@ -85,12 +90,68 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
     in_tiles = self.use_tiling and any(
         size > edge // self.spatial_compression_ratio for size, edge in zip(z.shape[-2:], edges, strict=False)
     )
-    if not _takes(self, z, counted=not in_tiles):  # diffusers' code comes to tiled_decode too, which counts
+    is_ours = _takes(self, z, counted=not in_tiles)  # diffusers' code comes to tiled_decode too, which counts
+    strips = _strips(self, z, "tiles" if in_tiles else None if is_ours else "diffusers' own decoder")
+    if not is_ours:
         return type(self)._decode(self, z, return_dict=return_dict)
     if in_tiles:
         return self.tiled_decode(z, return_dict=return_dict)
-    shown = _received(self, (_shown(self, frames) for frames in _parts(self, z, _at_once(self, z), plan_for(self, z))))
+    plan = plan_for(self, z)
+    parts = _parts(self, z, _at_once(self, z), plan) if strips is None else _parts_of_all(self, z, strips, plan)
+    shown = _received(self, (_shown(self, frames) for frames in parts))
     return _output(joined(shown, output_shape(self, z)[2]), return_dict)
+
+
+class _Strips(NamedTuple):
+    """How the processes of a group share a decode: their strips, this process's cuts, and frames at a time."""
+
+    every: list[Strip]
+    cuts: Cuts
+    frames: list[int]
+    group: dist.ProcessGroup
+
+
+def parallel_group(vae: nn.Module, device: torch.device) -> dist.ProcessGroup | None:
+    """Return the processes among which a transformer that was patched with the VAE splits its tokens, or None.
+
+    None also if they compute on another type of device than this one.
+    """
+    parallel = (user._parallel_config for user in vae_state(vae).users if SHARED in vars(user))
+    meshes = [
+        config.context_parallel_config._flattened_mesh
+        for config in parallel
+        if config is not None and config.context_parallel_config is not None
+    ]
+    groups = (mesh.get_group() for mesh in meshes if mesh.device_type == device.type)
+    return min(groups, key=lambda group: group.group_name, default=None)  # the same on every process
+
+
+def _strips(vae: nn.Module, z: torch.Tensor, why_not: str | None) -> _Strips | None:
+    """Return how the processes of a parallel transformer share a decode, or None if each decodes all of z.
+
+    Every process comes here once in a decode, and all get the same answer. why_not: the reason why this one decodes all
+    of z, or None. The reasons are counted for the summary.
+    """
+    group = None if torch.compiler.is_compiling() else parallel_group(vae, z.device)
+    if group is None:
+        return None
+    strips = strips_of(*z.shape[-2:], group.size()) if why_not is None else None
+    if strips is None and why_not is None:
+        why_not = f"{max(z.shape[-2:])} latent pixels on {group.size()} processes"
+    cuts = frames = None
+    if why_not is None:
+        cuts = cuts_of(vae.decoder, strips[dist.get_rank(group)])
+        frames = _at_once(vae, z, shares=cuts.shares)
+    found = agreed(z, frames, 1 + len(vae.decoder.up_blocks), group)
+    if isinstance(found, str):
+        vae_state(vae).whole[why_not or found] += 1
+        return None
+    return _Strips(strips, cuts, found, group)
+
+
+def _parts_of_all(vae: nn.Module, z: torch.Tensor, strips: _Strips, plan: VaePlan) -> Iterator[torch.Tensor]:
+    """Decode this process's strip, and return the parts of `decoded` for whole frames."""
+    return gathered(_parts(vae, z, strips.frames, plan, strips.cuts), strips.every, strips.group)
 
 
 def tiled_decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
@@ -159,14 +220,19 @@ def call_for(vae: nn.Module, device: torch.device, dtype: torch.dtype) -> Call:
     return Call(vae_state(vae).config, device, dtype, None, active_backend(), sdpa=sdpa)
 
 
-def _at_once(vae: nn.Module, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
-    """Return the number of frames that each stage takes at a time, for latents z or for a tile of them."""
+def _at_once(
+    vae: nn.Module, z: torch.Tensor, tile: torch.Tensor | None = None, shares: Sequence[float] | None = None
+) -> list[int]:
+    """Return the number of frames that each stage takes at a time, for latents z, for a tile or for a strip of them.
+
+    shares: as of `frames_at_once`.
+    """
     chunk, left = (
         vae_state(vae).config.vae_chunk,
         free_beside(vae, z.device, math.prod(output_shape(vae, z)) * z.itemsize),
     )
     if tile is None:
-        return frames_at_once(vae, z, chunk, free=left)
+        return frames_at_once(vae, z, chunk, free=left, shares=shares)
     return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, free=left)
 
 
@@ -184,9 +250,11 @@ def plan_for(vae: nn.Module, x: torch.Tensor) -> VaePlan:
     return VaePlan(call_for(vae, x.device, x.dtype))
 
 
-def _parts(vae: nn.Module, z: torch.Tensor, frames: list[int], plan: VaePlan) -> Iterator[torch.Tensor]:
+def _parts(
+    vae: nn.Module, z: torch.Tensor, frames: list[int], plan: VaePlan, cuts: Cuts | None = None
+) -> Iterator[torch.Tensor]:
     """Return the parts of `decoded`. Compile the kernels ahead if this is the first decode of its kind."""
-    return compiled_ahead(vae, vae.decoder, z, plan, lambda: decoded(vae, z, plan, frames))
+    return compiled_ahead(vae, vae.decoder, z, plan, lambda: decoded(vae, z, plan, frames, cuts))
 
 
 def compiled_ahead(

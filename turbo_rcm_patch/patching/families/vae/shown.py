@@ -13,7 +13,7 @@ from .chunks import TILES_WORKING_SET, WORKING_SET
 from .classes import ATTENTION, NORM, RESAMPLE
 from .encode import encode
 from .encoder import PIXEL
-from .forward import call_for, decode, vae_state
+from .forward import call_for, decode, parallel_group, vae_state
 from .plain import why_not_plain
 from .steps import attention, convolution, downsampling, kernel_size, rms_norm
 
@@ -83,14 +83,20 @@ def _convolutions(vae: nn.Module, network: str) -> Iterator[tuple[nn.Module, flo
 
 
 def vae_notes(vae: nn.Module) -> list[str]:
-    """Return the summary's lines on the frames at a time, and on the encodes and decodes that diffusers' code ran."""
+    """Return the summary's lines on the frames at a time, on strips, and on what diffusers' code ran."""
     state = vae_state(vae)
     chunk = state.config.vae_chunk
     working_set = TILES_WORKING_SET if vae.use_tiling else WORKING_SET
     size = f"as many frames as {working_set >> 20} MiB hold" if chunk is None else f"{chunk} latent frames"
     eager = {"encoder": state.eager_encodes, "decoder": state.eager}
     ran = [f"diffusers' own {name} ran: {_counted(reasons)}" for name, reasons in eager.items() if reasons]
-    return [f"{size} at a time", *ran]
+    return [f"{size} at a time", *_notes_on_strips(vae), *ran]
+
+
+def _notes_on_strips(vae: nn.Module) -> list[str]:
+    group, whole = parallel_group(vae, get_module_execution_device(vae)), vae_state(vae).whole
+    strips = [] if group is None else [f"each of {group.size()} processes decodes a strip of the frames"]
+    return [*strips, f"each process decoded whole frames: {_counted(whole)}"] if whole else strips
 
 
 def _counted(reasons: Counter[str]) -> str:
