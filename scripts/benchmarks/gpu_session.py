@@ -31,6 +31,7 @@ CLI = ("-m", "turbo_rcm_patch.cli")
 TRAFFIC = ("scripts/benchmarks/profile_hbm.py",)
 END_TO_END = ("scripts/benchmarks/end_to_end.py", "--config")
 QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantized", "sparse", "block_sparse"))
+VAE = ("scripts/benchmarks/vae.py", "--config")
 DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for the VAE's sake
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
@@ -85,6 +86,9 @@ MEASUREMENTS = {
     "first-step": ("scripts/benchmarks/first_step.py",),
     "host-time": ("scripts/benchmarks/host_time.py",),
     "text-encoder": ("scripts/benchmarks/text_encoder.py",),
+    "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b"),
+    "vae-wan2.1-720p": (*VAE, "wan2.1-14b"),
+    "vae-wan2.2-5b": (*VAE, "wan2.2-5b"),
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
     "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode"),
     "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),

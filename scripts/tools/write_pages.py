@@ -44,6 +44,7 @@ from scripts.tools.pages.tiny_model import (
     side_by_side,
     sparse_table,
 )
+from scripts.tools.pages.vae import vae_table
 from scripts.tools.writeup import write as write_writeup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +203,7 @@ def _within_memory(runs: dict) -> Iterator[str]:
     yield from (cards_table(run) for run in cards_of(runs))
     if "text-encoder" in runs:
         yield text_encoder_table(runs["text-encoder"])
+    yield from (vae_table(run) for run in runs.values() if "vae" in run)
     yield from (memory_cap(run) for run in runs.values() if "cap_bytes" in run)
     yield from (host_memory(run) for run in runs.values() if "host_memory" in run)
     yield from (group_offload_table(run) for run in runs.values() if "offloaded_steps" in run)

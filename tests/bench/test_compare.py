@@ -12,8 +12,8 @@ from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench.cases import build_pipeline
+from turbo_rcm_patch.bench.coding import decode_flops
 from turbo_rcm_patch.bench.compare import compare
-from turbo_rcm_patch.bench.decoding import decode_flops
 from turbo_rcm_patch.bench.report import NO_SPEED_UPS, comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
 from turbo_rcm_patch.config import Exact, PatchConfig

@@ -16,7 +16,7 @@ from turbo_rcm_patch.bench.verify import BlockCheck, Verification, named_blocks,
 from turbo_rcm_patch.config import Exact, PatchConfig
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families import CASES
-from turbo_rcm_patch.patching.families.vae import decoder, forward
+from turbo_rcm_patch.patching.families.vae import decoder, encoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 VARIANTS_AND_DTYPES = [
@@ -241,10 +241,28 @@ def test_a_wrong_decoder_alone_is_named(monkeypatch, dtype, config):
     assert f"vae.decode, step 3: {decoding_judged(dtype)} " in verification_table(verification)
 
 
+@pytest.mark.parametrize(("dtype", "is_wrong"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_what_the_vae_encodes_is_checked_once(monkeypatch, dtype, is_wrong):
+    """A pipeline that animates an image encodes a video. A wrong encoder alone is named."""
+    pipe = rcm_pipeline("i2v")
+    pipe.vae.to(dtype)
+    right = encoder._Encoder.encoder
+    if is_wrong:
+        monkeypatch.setattr(encoder._Encoder, "encoder", lambda *args: 1.05 * right(*args))
+    verification = verify(pipe, call("i2v"))
+    encoding = verification.encoding
+    assert (encoding.block, encoding.step, encoding.dtype) == ("vae.encode", 3, dtype)
+    assert [check.block for check in verification.failed] == ["vae.encode"] * is_wrong
+    assert encoding.difference > 0
+    assert f"{encoding.patched_error:.2e}" in verification_table(verification)
+    assert verification.to_dict()["encoding"]["ok"] is not is_wrong
+    assert "encode" not in vars(pipe.vae)
+
+
 def test_a_vae_that_is_left_alone_is_not_checked():
     verification = verify(rcm_pipeline(), call(), config=Exact(vae=False))
     assert verification.ok
-    assert verification.decoding is None
+    assert verification.decoding is verification.encoding is None
     assert verification.to_dict()["decoding"] is None
 
 

@@ -18,8 +18,8 @@ from ..patching import Patch
 from ..patching.apply import transformers_of
 from ..patching.families.vae import is_vae
 from ..tiers import EXACT, ErrorLimits
+from .coding import coding_oracle, decode_flops, decoded, inputs_of
 from .compilations import compilations
-from .decoding import decode_flops, decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
 from .oracle import first_call, run_oracle, tensors_of
@@ -253,12 +253,12 @@ class _Judge:
 
     def __init__(self, pipe: DiffusionPipeline, generate: Callable[[], object], limits: ErrorLimits):
         self._pipe, self._limits, self._sample = pipe, limits, None
-        with latents_for(pipe.vae) if is_vae(pipe.vae) else contextlib.nullcontext([]) as latents:
+        with inputs_of(pipe.vae, "decode") if is_vae(pipe.vae) else contextlib.nullcontext([]) as latents:
             self._args, self._kwargs = first_call(pipe.transformer, generate)
         self._oracle = tensors_of(run_oracle(pipe.transformer, self._args, self._kwargs, torch.float32))
         if latents:
             self._latents = latents[0]
-            self._sample = decode_oracle(pipe.vae, self._latents[:, :, :ORACLE_LATENTS], torch.float32)
+            self._sample = coding_oracle(pipe.vae, "decode", self._latents[:, :, :ORACLE_LATENTS], torch.float32)
 
     def errors(self, switches: Mapping[str, Switch]) -> dict[str, _Errors]:
         """Return the errors of each variant. Raises RuntimeError if the patched variant's error is above the limit."""

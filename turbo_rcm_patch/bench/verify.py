@@ -1,4 +1,4 @@
-"""Check every patched block and the VAE's decoder, on a generation's inputs, against the unpatched errors."""
+"""Check every patched block and the VAE, on a generation's inputs, against the unpatched errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..patching import patch
 from ..patching.families import family_of
 from ..patching.families.vae import vae_state
 from ..tiers import EXACT, ErrorLimits, is_low_precision
-from .decoding import decode_oracle, decoded, latents_for, without_tf32
+from .coding import coded, coding_oracle, inputs_of, without_tf32
 from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
 from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32, weights_with
 from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs
 from .sparse import best_choice, sparse_self_attention
 
-DECODER = "vae.decode"  # checked like a block, but once
+CODING = ("encode", "decode")  # the VAE's methods, each checked like a block, but once
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Verification:
     """The result of `verify`.
 
     It has the checks in the order of the blocks' calls, the blocks that no checked step reached, and what was patched.
-    A tier other than exact adds checks of the blocks' parts, a patched VAE the check of its decoding, and block-sparse
-    attention the shares that it keeps.
+    A tier other than exact adds checks of the blocks' parts, a patched VAE the checks of its decoding and, if the
+    pipeline encodes, of its encoding, and block-sparse attention the shares that it keeps.
     """
 
     checks: tuple[BlockCheck, ...]
@@ -91,12 +91,13 @@ class Verification:
     patch_summary: str
     parts: tuple[PartCheck, ...] = ()
     decoding: BlockCheck | None = None
+    encoding: BlockCheck | None = None
     kept: tuple[KeptShare, ...] = ()
 
     @property
     def all_checks(self) -> tuple[BlockCheck, ...]:
-        """The checks of the blocks, then the check of the decoding."""
-        return self.checks if self.decoding is None else (*self.checks, self.decoding)
+        """The checks of the blocks, then those of the VAE."""
+        return *self.checks, *filter(None, (self.encoding, self.decoding))
 
     @property
     def failed(self) -> tuple[BlockCheck, ...]:
@@ -108,7 +109,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if every block was reached and every block, part and the decoding are within their limits."""
+        """True if every block was reached and every block, part and the VAE are within their limits."""
         return not self.failed and not self.failed_parts and not self.unreached
 
     def to_dict(self) -> dict[str, object]:
@@ -118,6 +119,7 @@ class Verification:
             "ok": self.ok,
             "blocks": _summary_of_blocks(self.checks) if self.checks else None,
             "decoding": None if self.decoding is None else _as_dict(self.decoding),
+            "encoding": None if self.encoding is None else _as_dict(self.encoding),
             "unreached": self.unreached,
             "patch_summary": self.patch_summary,
             "parts": [_summary_of_part([part for part in self.parts if part.part == name]) for name in names],
@@ -173,7 +175,7 @@ def _kept_by_block(kept: Sequence[KeptShare]) -> dict[str, dict[int, float]]:
 def verify(
     pipe: DiffusionPipeline, call: dict[str, object], *, seed: int = 0, config: PatchConfig | str = "exact"
 ) -> Verification:
-    """Patch, run ``pipe(**call)`` once, and check every block at the first and last step, and a patched VAE's decoding.
+    """Patch, run ``pipe(**call)`` once, and check every block at the first and last step, and a patched VAE.
 
     A hook on each block compares its patched output with its unpatched one, and passes the unpatched one on. So all
     other blocks get the hidden states of an unpatched generation. The oracle is the block's class, run in fp32 (fp64
@@ -216,19 +218,24 @@ def verify(
     blocks = named_blocks(pipe)
     vae = getattr(pipe, "vae", None)
     with patch(pipe, config) as applied, contextlib.ExitStack() as hooks:
-        decodes = vae is not None and vae_state(vae) is not None
-        latents = hooks.enter_context(latents_for(vae)) if decodes else []
+        is_checked = vae is not None and vae_state(vae) is not None
+        inputs = {method: hooks.enter_context(inputs_of(vae, method)) for method in CODING if is_checked}
         for name, block in blocks.items():
             hooks.callback(block.register_forward_pre_hook(keep_the_oracles_blocks, with_kwargs=True).remove)
             hooks.callback(block.register_forward_hook(check_block(name), with_kwargs=True).remove)
-        steps.run(call, seed, "pt" if decodes else "latent")
+        steps.run(call, seed, "pt" if is_checked else "latent")
         summary = applied.summary()
         with without_tf32():
-            samples = [decoded(vae, z) for z in latents[:1]]
-    decoding = _check_decoding(vae, latents[0], samples[0], pipe.num_timesteps) if samples else None
+            results = {method: coded(vae, method, seen[0]) for method, seen in inputs.items() if seen}
+    of_vae = {
+        method: _check_coding(vae, method, inputs[method][0], patched, pipe.num_timesteps)
+        for method, patched in results.items()
+    }
     reached = {check.block for check in checks}
     unreached = tuple(name for name in blocks if name not in reached)
-    return Verification(tuple(checks), unreached, summary, tuple(parts), decoding, tuple(kept))
+    return Verification(
+        tuple(checks), unreached, summary, tuple(parts), of_vae.get("decode"), of_vae.get("encode"), tuple(kept)
+    )
 
 
 def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
@@ -276,15 +283,15 @@ def check_outputs(
     return max(checks, key=lambda check: (not check.ok, check.judged_error - check.allowed))
 
 
-def _check_decoding(vae: nn.Module, z: torch.Tensor, patched: torch.Tensor, step: int) -> BlockCheck:
-    """Check the decoding by the exact tier's limits, because every tier decodes in the VAE's precision."""
-    oracle = decode_oracle(vae, z, torch.float32 if is_low_precision(z.dtype) else torch.float64)
+def _check_coding(vae: nn.Module, method: str, x: torch.Tensor, patched: torch.Tensor, step: int) -> BlockCheck:
+    """Check a decoding or an encoding by the exact tier's limits: every tier runs the VAE in its own precision."""
+    oracle = coding_oracle(vae, method, x, torch.float32 if is_low_precision(x.dtype) else torch.float64)
     with without_tf32():
-        unpatched = decoded(vae, z)
+        unpatched = coded(vae, method, x)
     return BlockCheck(
-        block=DECODER,
+        block=f"vae.{method}",
         step=step,
-        dtype=z.dtype,
+        dtype=x.dtype,
         unpatched_error=relative_l2(unpatched, oracle),
         patched_error=relative_l2(patched, oracle),
         difference=relative_l2(patched, unpatched),

@@ -23,27 +23,29 @@ VERIFIED_HEADER = (
 
 
 def verified_table(runs: dict) -> str:
-    """Return a row for the blocks of every run of verify, and one for its decoding."""
+    """Return a row for the blocks of every run of verify, and one for each of the VAE's methods."""
     return (
         "Relative L2 errors to an fp32 oracle, on the inputs of a generation: patched blocks at the first and the last "
-        "step, and the decoding:\n\n"
+        "step, and the VAE:\n\n"
         + table_of(VERIFIED_HEADER, [row for name, run in runs.items() for row in _verified_rows(name, run)])
     )
 
 
 def _verified_rows(name: str, run: dict) -> Iterator[list[str]]:
     label, preset = f"{_checked_model(run)}, `{name}`", run["settings"]["preset"]
-    blocks, decoding = run["blocks"], run["decoding"]
+    blocks = run["blocks"]
     if blocks:
         failed = blocks["failed"] + len(run["unreached"])
         unpatched, patched = blocks["unpatched_error"], blocks["patched_error"]
         figures = (f"{error:.1e}" for error in (unpatched["mean"], patched["mean"], patched["largest"]))
         yield [label, preset, f"{blocks['count']} of blocks", bold(str(failed), failed > 0), *figures]
         label = preset = ""
-    if decoding:
-        figures = (f"{decoding[kind]:.1e}" for kind in ("unpatched_error", "patched_error", "patched_error"))
-        failed = int(not decoding["ok"])
-        yield [label, preset, "1 of decoding", bold(str(failed), failed > 0), *figures]
+    for method in filter(run.get, ("encoding", "decoding")):
+        check = run[method]
+        figures = (f"{check[kind]:.1e}" for kind in ("unpatched_error", "patched_error", "patched_error"))
+        failed = int(not check["ok"])
+        yield [label, preset, f"1 of {method}", bold(str(failed), failed > 0), *figures]
+        label = preset = ""
 
 
 def _checked_model(run: dict) -> str:

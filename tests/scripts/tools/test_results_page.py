@@ -12,6 +12,7 @@ import pytest
 from scripts.benchmarks import gpu_session, group_offload
 from scripts.tools import write_pages
 from scripts.tools.pages import cards, checks, ops, steps
+from scripts.tools.pages.vae import vae_table
 from tests.scripts.tools.pages.results import cards_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,6 +72,17 @@ TEXT_ENCODER = {
 }
 
 
+def vae_run() -> dict:
+    times = {"unpatched": 2.0, "torch.compile": 1.5, "patched": 0.9}
+    rows = [
+        {"work": work, "variant": name, "seconds": time, "bytes": int(1e9 * time), "error": 0.01, "predicted": None}
+        for work in ("decode", "encode")
+        for name, time in times.items()
+    ]
+    settings = {"config": "wan2.1-x", "height": 16, "width": 32, "num_frames": 5, "repeats": 3}
+    return {"settings": settings, "environment": ENVIRONMENT, "vae": rows}
+
+
 def run_of(name: str, command: tuple[str, ...]) -> dict:
     """Return the run of a step: its own figures, or a similar step's with its settings."""
     preset = command[command.index("--preset") + 1] if "--preset" in command else "exact"
@@ -84,6 +96,8 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
         return {"settings": {"config": name, "experts": 1, "vram": "8GB"}, "host_memory": HOST_MEMORY}
     if "sound" in command[0]:
         return copy.deepcopy(SOUND)
+    if "benchmarks/vae" in command[0]:
+        return vae_run()
     if "text_encoder" in command[0]:
         return copy.deepcopy(TEXT_ENCODER)
     if "measure_attention_error" in command[0]:
@@ -292,6 +306,14 @@ def test_a_pipeline_within_a_cap():
 def test_the_text_encoder():
     text = cards.text_encoder_table(TEXT_ENCODER)
     assert "| patched, 8 bits | 96 | 12.5 | 7.00 | 0.10 | 1.75× |" in text
+
+
+def test_a_vae_alone():
+    text = vae_table(run := vae_run())
+    assert "| decode | patched | 0.900 | 2.22× | 1.67× | 0.90 |  | 1.0e-02 |" in text
+    assert "| encode | patched | 0.900 | **2.22×** | 1.67× | 0.90 |  | 1.0e-02 |" in text
+    run["vae"][-1]["bytes"] = int(2.1e9)
+    assert "| **2.10** |" in vae_table(run)
 
 
 def test_the_hosts_memory():

@@ -1,4 +1,4 @@
-"""Decode a generation's latents, beside an oracle of higher precision."""
+"""Decode and encode with a VAE as a generation does, beside an oracle of higher precision."""
 
 from __future__ import annotations
 
@@ -11,33 +11,41 @@ import torch
 from diffusers import ModelMixin
 from torch.utils.flop_counter import FlopCounterMode
 
-SETTINGS = ("use_", "tile_")  # a VAE's attributes for slices and tiles, which change what decoding computes
+SETTINGS = ("use_", "tile_")  # a VAE's attributes for slices and tiles, which change what it computes
 
 
 @contextlib.contextmanager
-def latents_for(vae: ModelMixin) -> Iterator[list[torch.Tensor]]:
-    """Yield a list that collects the latents [B, z_dim, F, H, W] that the VAE decodes in this context."""
-    decode, seen = vae.decode, []
+def inputs_of(vae: ModelMixin, method: str) -> Iterator[list[torch.Tensor]]:
+    """Yield a list that collects the VAE's inputs in this context.
 
-    def watched(z: torch.Tensor, *args, **kwargs):
-        seen.append(z)
-        return decode(z, *args, **kwargs)
+    method: "decode", for latents [B, z_dim, F, H, W], or "encode", for pixels [B, 3, F, H, W].
+    """
+    original, before, seen = getattr(vae, method), vars(vae).get(method), []
 
-    before = vars(vae).get("decode")
-    vae.decode = watched
+    def watched(x: torch.Tensor, *args, **kwargs):
+        seen.append(x)
+        return original(x, *args, **kwargs)
+
+    setattr(vae, method, watched)
     try:
         yield seen
     finally:
         if before is None:
-            del vae.decode
+            delattr(vae, method)
         else:
-            vae.decode = before
+            setattr(vae, method, before)
 
 
 def decoded(vae: ModelMixin, z: torch.Tensor) -> torch.Tensor:
     """Return the VAE's sample as the VAE decodes now."""
-    with torch.no_grad():
-        return vae.decode(z, return_dict=False)[0]
+    return coded(vae, "decode", z)
+
+
+@torch.no_grad()
+def coded(vae: ModelMixin, method: str, x: torch.Tensor) -> torch.Tensor:
+    """Return the sample that the VAE decodes now, or the moments of the latents that it encodes."""
+    result = getattr(vae, method)(x, return_dict=False)[0]
+    return result if method == "decode" else result.parameters
 
 
 def decode_flops(vae: ModelMixin, shape: torch.Size) -> int:
@@ -54,14 +62,14 @@ def _decode_flops(vae_class: type[ModelMixin], config: str, shape: tuple[int, ..
     return counted.get_total_flops()
 
 
-def decode_oracle(vae: ModelMixin, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sample of diffusers' own decoder, in the VAE's slices and tiles. dtype: fp64, or fp32 without TF32."""
-    with z.device:
+def coding_oracle(vae: ModelMixin, method: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the result of diffusers' own code, in the VAE's slices and tiles. dtype: fp64, or fp32 without TF32."""
+    with x.device:
         twin = type(vae).from_config(vae.config).to(dtype)
     twin.load_state_dict(vae.state_dict())
     vars(twin).update((name, value) for name, value in vars(vae).items() if name.startswith(SETTINGS))
     with without_tf32():
-        return decoded(twin, z.to(dtype))
+        return coded(twin, method, x.to(dtype))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,189 @@
+"""Time, memory and error of a VAE alone: decoding and encoding a video, unpatched, compiled and patched.
+
+    python scripts/benchmarks/vae.py --config wan2.1-1.3b --json vae.json
+
+The weights are random, and so is the video. The memory is what the work takes beside the VAE's weights and its input,
+with the result. The error is that of a short video's result against diffusers' own code in fp32. "Little memory" is the
+patch with no memory to spare: as few frames at a time as it can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
+
+import turbo_rcm_patch as trp
+from scripts.benchmarks.memory_cap import with_random_weights
+from turbo_rcm_patch.amounts import in_gb
+from turbo_rcm_patch.bench.coding import coded, coding_oracle
+from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.metrics import relative_l2
+from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.vae.chunks import LIMIT, decoding_bytes, encoding_bytes
+from turbo_rcm_patch.patching.families.vae.sizes import latent_size
+from turbo_rcm_patch.tables import table
+
+UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
+LITTLE_MEMORY, IN_TILES = "patched, little memory", "patched, in tiles"
+SHORT = 9  # frames of the video that the error is measured on
+HEADER = ("work", "variant", "seconds", "over unpatched", "GB", "predicted, GB", "error")
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_options(argv)
+    device = torch.device(options.device)
+    case = CASES[options.config]
+    size = options.height or case.height, options.width or case.width, options.frames or case.frames
+    vae = with_random_weights(lambda: case.vae_class(**case.vae), device)
+    rows = []
+    for work in options.work:
+        rows += rows_of(vae, work, size, options.repeats)
+    print(table([HEADER, *cells(rows)]))
+    if options.json is not None:
+        names = ("height", "width", "num_frames")
+        settings = {"config": options.config, **dict(zip(names, size, strict=True)), "repeats": options.repeats}
+        environment = asdict(describe_environment(device))
+        write_json(options.json, {"settings": settings, "environment": environment, "vae": rows})
+    return 0
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b", help="the model whose VAE it is")
+    parser.add_argument("--work", nargs="+", choices=("decode", "encode"), default=["decode", "encode"])
+    parser.add_argument("--height", type=int, help="default: the config's usual size, as for width and frames")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--frames", type=int)
+    parser.add_argument("--repeats", type=int, default=3, help="calls timed for each row")
+    parser.add_argument("--device", default="cuda", help="the device that decodes and encodes")
+    parser.add_argument("--json", type=json_file, help="write the figures to this file")
+    return parser.parse_args(argv)
+
+
+@torch.no_grad()
+def rows_of(vae: nn.Module, work: str, size: tuple[int, int, int], repeats: int) -> Iterator[dict]:
+    """Yield a row for each variant. work: "decode" or "encode". size: height, width and frames of the video."""
+    short = input_of(vae, work, (*size[:2], min(SHORT, size[2])))
+    exact = coding_oracle(vae, work, short, torch.float32)
+    video = input_of(vae, work, size)
+    for variant in variants_of(vae):
+        with as_variant(vae, variant) as model:
+            error = relative_l2(coded(model, work, short), exact)
+            yield {"work": work, "variant": variant, **measure(model, work, video, repeats), "error": error} | {
+                "predicted": predicted_bytes(vae, work, variant, size)
+            }
+
+
+def variants_of(vae: nn.Module) -> tuple[str, ...]:
+    """Return the variants that a device can run in reasonable time: no torch.compile on a CPU."""
+    compiled = (COMPILED,) if vae.device.type == "cuda" else ()
+    return UNPATCHED, *compiled, PATCHED, LITTLE_MEMORY, IN_TILES
+
+
+@contextmanager
+def as_variant(vae: nn.Module, variant: str) -> Iterator[nn.Module]:
+    """A context with the VAE as a variant has it."""
+    with ExitStack() as stack:
+        if variant == COMPILED:
+            stack.callback(torch.compiler.reset)
+            vae = compiled(vae)
+        elif variant != UNPATCHED:
+            stack.enter_context(trp.patch(vae))
+        if variant == LITTLE_MEMORY:
+            vars(vae)[LIMIT] = 0
+            stack.callback(vars(vae).pop, LIMIT)
+        if variant == IN_TILES:
+            vae.enable_tiling()
+            stack.callback(vae.disable_tiling)
+        yield vae
+
+
+def compiled(vae: nn.Module) -> nn.Module:
+    """Return a copy whose encoder and decoder are compiled, with channels-last weights.
+
+    Compiling the VAE itself would reach neither: diffusers calls them frame by frame.
+    """
+    twin = copy.deepcopy(vae)
+    for module in twin.modules():
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            last = torch.channels_last if isinstance(module, nn.Conv2d) else torch.channels_last_3d
+            module.weight.data = module.weight.data.contiguous(memory_format=last)
+    twin.encoder.compile()
+    twin.decoder.compile()
+    return twin
+
+
+def input_of(vae: nn.Module, work: str, size: tuple[int, int, int]) -> torch.Tensor:
+    """Return random latents to decode, or random pixels to encode, for a video of this size."""
+    generator = torch.Generator(vae.device).manual_seed(0)
+    height, width, frames = size
+    channels, shape = vae.config.z_dim, latent_size(vae.config, *size)
+    if work == "encode":
+        channels, shape = 3, (frames, height, width)
+    x = torch.randn(1, channels, *shape, generator=generator, device=vae.device, dtype=vae.dtype)
+    return x if work == "decode" else x.clamp_(-1, 1)
+
+
+def measure(vae: nn.Module, work: str, x: torch.Tensor, repeats: int) -> dict:
+    """Return the median time of the work, and the peak of the memory that it takes in bytes, or None on a CPU."""
+    on_gpu = x.is_cuda
+    coded(vae, work, x)  # compiles kernels
+    gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_gpu else None
+    seconds = [seconds_of(lambda: coded(vae, work, x), on_gpu) for _ in range(repeats)]
+    taken = torch.cuda.max_memory_allocated() - before if on_gpu else None
+    return {"seconds": statistics.median(seconds), "bytes": taken}
+
+
+def seconds_of(call: Callable[[], object], on_gpu: bool) -> float:
+    start = time.perf_counter()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def predicted_bytes(vae: nn.Module, work: str, variant: str, size: tuple[int, int, int]) -> int | None:
+    """Return the bytes that a plan counts for a patched variant, or None for another.
+
+    The plan of an encode counts the video too, which is there before.
+    """
+    if variant in (UNPATCHED, COMPILED):
+        return None
+    in_tiles, free = variant == IN_TILES, 0 if variant == LITTLE_MEMORY else None
+    if work == "decode":
+        return decoding_bytes(vae, *size, in_tiles=in_tiles, free=free)
+    height, width, frames = size
+    video = 3 * frames * height * width * vae.dtype.itemsize
+    return encoding_bytes(vae, *size, in_tiles=in_tiles) - 2 * video
+
+
+def cells(rows: list[dict]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table."""
+    unpatched = {row["work"]: row["seconds"] for row in rows if row["variant"] == UNPATCHED}
+    for row in rows:
+        speed = f"{unpatched[row['work']] / row['seconds']:.2f}×"
+        memory = ["" if row[name] is None else in_gb(row[name]) for name in ("bytes", "predicted")]
+        yield row["work"], row["variant"], f"{row['seconds']:.3f}", speed, *memory, f"{row['error']:.1e}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,56 @@
+"""The table of a VAE alone: what decoding and encoding take, unpatched, compiled and patched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from turbo_rcm_patch.amounts import in_gb
+
+from .cells import bold, table_of, versions
+
+UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"  # as scripts/benchmarks/vae.py names them
+ENCODING = {UNPATCHED: 2.5, COMPILED: 1.5}  # how many times as fast the patched encoder has to be
+HEADER = (
+    "work",
+    "variant",
+    "s",
+    "over unpatched",
+    "over compile",
+    "memory beside the weights, GB",
+    "predicted",
+    "error",
+)
+
+
+def vae_table(run: dict) -> str:
+    """Return a row for each variant. Bold marks what an encoder misses, and memory over diffusers'."""
+    settings = run["settings"]
+    size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
+    rows = [cells for work in ("decode", "encode") for cells in _rows_of(run["vae"], work)]
+    return (
+        f"The VAE of {settings['config']} alone, {size}, random weights ({versions(run['environment'])}; median of "
+        f"{settings['repeats']}). The error is relative L2 to fp32, of a short video:\n\n" + table_of(HEADER, rows)
+    )
+
+
+def _rows_of(rows: list[dict], work: str) -> Iterator[list[str]]:
+    named = {row["variant"]: row for row in rows if row["work"] == work}
+    for variant, row in named.items():
+        memory, unpatched = row["bytes"], named[UNPATCHED]["bytes"]
+        yield [
+            work,
+            variant,
+            f"{row['seconds']:.3f}",
+            *(_speed_up(row, named.get(rival), work) for rival in (UNPATCHED, COMPILED)),
+            "" if memory is None else bold(in_gb(memory), variant == PATCHED and memory > unpatched),
+            "" if row["predicted"] is None else in_gb(row["predicted"]),
+            f"{row['error']:.1e}",
+        ]
+
+
+def _speed_up(row: dict, rival: dict | None, work: str) -> str:
+    if rival is None:
+        return ""
+    times = rival["seconds"] / row["seconds"]
+    is_judged = work == "encode" and row["variant"] == PATCHED
+    return bold(f"{times:.2f}×", is_judged and times < ENCODING[rival["variant"]])

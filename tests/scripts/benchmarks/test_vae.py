@@ -1,0 +1,52 @@
+"""The benchmark of a VAE alone, on a tiny one."""
+
+import json
+
+import pytest
+import torch
+
+from scripts.benchmarks import vae as module
+from scripts.benchmarks.vae import IN_TILES, LITTLE_MEMORY, PATCHED, UNPATCHED, main
+from turbo_rcm_patch.patching.families.vae import forward
+
+SIZE = ["--config", "tiny", "--height", "32", "--width", "48", "--frames", "9", "--repeats", "1"]
+
+
+def run_on(device, file, *more):
+    assert main([*SIZE, "--device", device, "--json", str(file), *more]) == 0
+    return {(row["work"], row["variant"]): row for row in json.loads(file.read_text())["vae"]}
+
+
+def test_every_variant_decodes_and_encodes(tmp_path, monkeypatch, capsys):
+    taken = []
+    at_once = forward.frames_at_once
+    monkeypatch.setattr(forward, "frames_at_once", lambda *args, **kw: taken.append(at_once(*args, **kw)) or taken[-1])
+    rows = run_on("cpu", tmp_path / "vae.json")
+    names = UNPATCHED, PATCHED, LITTLE_MEMORY, IN_TILES
+    assert set(rows) == {(work, name) for work in ("decode", "encode") for name in names}
+    for work in ("decode", "encode"):
+        unpatched = rows[work, UNPATCHED]["error"]
+        for name in names[1:]:
+            assert 0.7 * unpatched < rows[work, name]["error"] < 1.3 * unpatched
+            assert rows[work, name]["predicted"] > 0
+    assert rows["decode", LITTLE_MEMORY]["predicted"] < rows["decode", PATCHED]["predicted"]
+    assert [1] * len(taken[0]) in taken  # little memory
+    assert "over unpatched" in capsys.readouterr().out
+
+
+def test_a_variant_is_undone():
+    case = module.CASES["tiny"]
+    vae = module.with_random_weights(lambda: case.vae_class(**case.vae))
+    before = dict(vars(vae))
+    for variant in (PATCHED, LITTLE_MEMORY, IN_TILES):
+        with module.as_variant(vae, variant):
+            assert vars(vae) != before
+        assert vars(vae) == before
+
+
+@pytest.mark.gpu
+def test_a_gpu_adds_torch_compile_and_memory(tmp_path):
+    rows = run_on("cuda", tmp_path / "vae.json")
+    for work in ("decode", "encode"):
+        assert rows[work, module.COMPILED]["seconds"] > 0
+        assert all(rows[work, name]["bytes"] > 0 for name in module.variants_of(torch.empty(0, device="cuda")))
