@@ -24,16 +24,11 @@ def with_projections(tmp_path_factory):
     return folder
 
 
-def test_generate(tmp_path, capsys):
-    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *SMALL, *SPARSE, "--steps", "1"]) == 0
-    assert "torch reference, SLA 1/2 blocks" in capsys.readouterr().out  # of this size
-    assert (tmp_path / "circle.mp4").stat().st_size > 0
-
-
 def test_generate_says_where_the_published_rule_keeps_no_block(tmp_path, capsys):
     options = [*SMALL, "--preset", "sparse", "--topk", "0.1", "--steps", "1"]
     assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
     assert "SLA 1/2 blocks, where the published rule keeps none" in capsys.readouterr().out
+    assert (tmp_path / "circle.mp4").stat().st_size > 0
 
 
 def test_generate_says_that_a_short_video_s_attention_is_dense(tmp_path, capsys):
@@ -42,36 +37,15 @@ def test_generate_says_that_a_short_video_s_attention_is_dense(tmp_path, capsys)
     assert "18 tokens, fewer than min_tokens=8192" in capsys.readouterr().out
 
 
-def test_verify(tmp_path, capsys):
-    assert main(["verify", *SMALL, *SPARSE, "--steps", "1", "--json", str(tmp_path / "verify.json")]) == 0
-    assert "all 6 blocks and the VAE are within the allowed error" in capsys.readouterr().out
-    content = json.loads((tmp_path / "verify.json").read_text())
-    assert content["settings"] | {"preset": "sparse", "topk": 0.7} == content["settings"]
-    assert {"sparse-linear attention", "choice of key blocks"} <= {part["part"] for part in content["parts"]}
-
-
-@pytest.mark.parametrize(
-    ("options", "is_dense"),
-    [(["--mass", "0.3", "--min-tokens", "0"], False), ([], True)],
-)
-def test_verify_shows_what_a_mass_keeps(tmp_path, options, is_dense):
-    run = ["verify", *SMALL, "--preset", "block_sparse", "--steps", "1", "--json", str(tmp_path / "verify.json")]
-    main([*run, *options])  # whether it is within the limits is another question
+def test_verify_shows_what_a_mass_keeps(tmp_path):
+    options = ["--preset", "block_sparse", "--mass", "0.3", "--min-tokens", "0", "--steps", "1"]
+    main(["verify", *SMALL, *options, "--json", str(tmp_path / "verify.json")])  # the error may be above the limits
     content = json.loads((tmp_path / "verify.json").read_text())
     shares = [share for of_block in content["kept"].values() for share in of_block.values()]
     assert len(shares) == 6
-    assert all((share == 1) == is_dense for share in shares)
-    given = {"mass": float(options[1]), "min_tokens": 0} if options else {}
-    assert content["settings"] | given == content["settings"]
+    assert max(shares) < 1
+    assert content["settings"] | {"mass": 0.3, "min_tokens": 0} == content["settings"]
     assert "topk" not in content["settings"]
-
-
-def test_evaluate_names_the_row_by_the_preset_and_what_it_keeps(tmp_path):
-    options = ["--preset", "block_sparse", "--mass", "0.3", "--min-tokens", "0", "-n", "1", "--steps", "1"]
-    assert main(["evaluate", *SMALL, *options, "--json", str(tmp_path / "evaluation.json")]) == 0
-    results = json.loads((tmp_path / "evaluation.json").read_text())["results"]
-    assert [one["variant"] for one in results] == ["unpatched", "exact", "block_sparse, mass 0.3, blocks 16×16"]
-    assert results[2]["psnr_to_fp32"] < 60
 
 
 def test_compare(tmp_path, capsys):
@@ -105,8 +79,9 @@ def test_verify_builds_a_config_with_projections(tmp_path, capsys):
     options = ["--config", "tiny", "--layers", "1", "--preset", "sparse", "--topk", "0.7"]
     assert main(["verify", *options, *size, "--json", str(tmp_path / "verify.json")]) == 0
     assert "the block and the VAE are within the allowed error" in capsys.readouterr().out
-    parts = {part["part"] for part in json.loads((tmp_path / "verify.json").read_text())["parts"]}
-    assert {"sparse-linear attention", "choice of key blocks"} <= parts
+    content = json.loads((tmp_path / "verify.json").read_text())
+    assert content["settings"] | {"preset": "sparse", "topk": 0.7} == content["settings"]
+    assert {"sparse-linear attention", "choice of key blocks"} <= {part["part"] for part in content["parts"]}
 
 
 def test_a_folder_that_carries_projections(with_projections, capsys):
