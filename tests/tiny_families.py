@@ -151,6 +151,8 @@ FAMILIES = {
     "ltx2, a timestep per token": (ltx2, {"rope_type": "split"}),
     "ltx2.3": (ltx2, LTX2_3),
 }
+# One name for each model. Those with a comma differ in options and calls alone.
+EACH_MODEL = [name for name in FAMILIES if "," not in name]
 # Those whose self-attention is called as a whole, because it has a mask or a cache, and those where it is never sparse.
 WHOLE = ("skyreels, causal", "anyflow far", "anyflow far, with a cache")
 DENSE = (*WHOLE, "animate 2", "animate 2, driving video")

@@ -23,7 +23,7 @@ from tests.patching import tape as tapes
 from tests.patching.change_table import CHANGES, Change
 from tests.patching.changes import ANYTHING, GRAPHS, SEEN, WRITES
 from tests.patching.pairs import attributes_of
-from tests.tiny_families import FAMILIES, first_of, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import EACH_MODEL, first_of, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.journal import Journal
@@ -286,14 +286,14 @@ def run(model, inputs):
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [*((name, False) for name in ["wan", *FAMILIES]), ("wan", True), ("anyflow", True)]
+    ("name", "checkpointing"), [*((name, False) for name in ["wan", *EACH_MODEL]), ("wan", True), ("anyflow", True)]
 )
 def test_gradients(name, checkpointing):
     if name.startswith("anyflow far") or name == "animate 2":
         pytest.skip("flex attention has no backward on the CPU")
     results = []
     for is_patched in (True, False):
-        model = tiny_family_transformer(name).train()
+        model = tiny_family_transformer(name, layers=2).train()
         if is_patched:
             trp.patch(model)
         if checkpointing:

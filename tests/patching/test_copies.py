@@ -11,7 +11,7 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 
 import turbo_rcm_patch as trp
-from tests.tiny_families import FAMILIES, first_of, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import EACH_MODEL, first_of, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 
 
@@ -52,7 +52,7 @@ def test_a_whole_copy_is_patched_and_its_own(make, called):
     assert "forward" in model.blocks[0].__dict__
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_every_family_can_be_pickled(name):
     model = trp.patch(tiny_family_transformer(name)).transformers["transformer"]
     twin = through_pickle(model)

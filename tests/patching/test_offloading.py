@@ -10,7 +10,7 @@ from diffusers import ModelMixin
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.pairs import assert_same_output, blocks_of, make_pair, output_of, row
-from tests.tiny_families import FAMILIES
+from tests.tiny_families import EACH_MODEL
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ OFFLOADS = [
 ]
 PAIRS = [
     (name, *OFFLOADS[(index + more) % 4])
-    for index, name in enumerate(FAMILIES)
+    for index, name in enumerate(EACH_MODEL)
     for more in (0, 1)
     # Wan-Animate-2 makes tensors on the device of a weight, which this one takes away.
     if not (name.startswith("animate 2") and (index + more) % 4 == 2)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import turbo_rcm_patch as trp
-from tests.tiny_families import FAMILIES, first_of, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import EACH_MODEL, first_of, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import INT8
 from turbo_rcm_patch.patching.weights import load as quantized_converted
@@ -96,7 +96,7 @@ def test_what_a_model_held_before_is_let_go(stored):
     assert all(reference.expired() for reference in references)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_every_family(name, tmp_path):
     model = tiny_family_transformer(name)
     model.save_pretrained(tmp_path / "in")

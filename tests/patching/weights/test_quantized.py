@@ -84,6 +84,7 @@ def test_every_family_is_within_the_limit_of_a_step(name, dtype):
         if name.startswith("ltx2"):
             step, sub_layer = "QKV to 8 bits", "video self_attention"
         assert bool(rows_of(patch, step, sub_layer)) == in_8_bits
+    assert torch.equal(output_of(name, model), unpatched)
 
 
 @pytest.mark.parametrize("variant", ["t2v", "i2v"])
