@@ -65,6 +65,26 @@ def _ltx2() -> dict[str, tuple[str, ...]]:
     return steps
 
 
+def _on_several_gpus() -> dict[int, dict[str, tuple[str, ...]]]:
+    """Return the steps with Ulysses by the number of GPUs. Whole videos are decoded in strips."""
+    models = {
+        "wan2.1-14b-4-layers": ("wan2.1-14b", "--layers", "4"),
+        "wan2.1-1.3b-decoded": ("wan2.1-1.3b", "--decode"),
+        "wan2.2-5b-decoded": ("wan2.2-5b", "--decode"),
+    }
+    tiers = {"": ("--repeats", "3"), "-quantized": ("--repeats", "3", *QUANTIZED), "-sparse": (*LEFT_OUT, *SPARSE)}
+    return {
+        gpus: {
+            f"{model}{tier}-{gpus}-gpus": (*END_TO_END, *options, *of_tier, "--ulysses", str(gpus))
+            for model, options in models.items()
+            for tier, of_tier in tiers.items()
+        }
+        for gpus in (2, 4)
+    }
+
+
+ON_SEVERAL_GPUS = _on_several_gpus()
+
 # CHECKS pass or fail. The figures of the other steps go into the results file.
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "16", "tests"),
@@ -99,7 +119,7 @@ MEASUREMENTS = {
     "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3"),
     "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", "--repeats", "3"),
     "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", "--repeats", "3"),
-    "wan2.1-14b-4-layers-2-gpus": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", "--ulysses", "2"),
+    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", "--decode", "--repeats", "3"),
     "wan2.1-14b-4-layers-lora-64": (*LORA, "64"),
     "wan2.1-14b-4-layers-lora-64-64": (*LORA, "64", "64"),
     "wan2.1-14b-4-layers-lora-128": (*LORA, "128"),
@@ -143,8 +163,11 @@ MEASUREMENTS = {
     "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE),
     "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE, "--mass", "0.95"),
     **_ltx2(),
+    **ON_SEVERAL_GPUS[2],
+    **ON_SEVERAL_GPUS[4],
 }
-GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # GPUs that a step needs, if more than one
+# GPUs that a step needs, if more than one.
+GPUS = {name: gpus for gpus, steps in ON_SEVERAL_GPUS.items() for name in steps}
 
 
 def main(argv: list[str] | None = None) -> int:

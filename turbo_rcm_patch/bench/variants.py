@@ -1,7 +1,6 @@
 """The ways to run one pipeline that `compare` puts beside each other: unpatched, under torch.compile, and patched.
 
-A variant is switched on for a generation and off after it. On one GPU the functions here do that. On several GPUs the
-transformer is exchanged for a patched twin, because diffusers' context parallelism cannot be taken off a model.
+A variant is switched on for a generation and off after it.
 """
 
 from __future__ import annotations
@@ -76,12 +75,15 @@ def _torchao_float8(pipe: DiffusionPipeline) -> tuple[Switch, int]:
     for blocks in family_of(twin).blocks:
         quantize_(getattr(twin, blocks.name), config)
     twin.compile_repeated_blocks()
-    exchanged = _in_place_of_transformer(pipe, twin, None)
 
     @contextlib.contextmanager
     def tuned() -> Iterator[None]:
-        with inductor_config.patch(_TORCHAO_TUNING), exchanged():
-            yield
+        original, pipe.transformer = pipe.transformer, twin
+        try:
+            with inductor_config.patch(_TORCHAO_TUNING):
+                yield
+        finally:
+            pipe.transformer = original
 
     return tuned, memory_of(twin)
 
@@ -99,30 +101,19 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
     return sum(_stored_bytes(getattr(tensor, name)) for name in names)
 
 
-def _in_place_of_transformer(pipe: DiffusionPipeline, twin: nn.Module, applied: Patch | None) -> Switch:
-    @contextlib.contextmanager
-    def exchanged() -> Iterator[Patch | None]:
-        original, pipe.transformer = pipe.transformer, twin
-        try:
-            yield applied
-        finally:
-            pipe.transformer = original
-
-    return exchanged
-
-
 def context_parallel(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool, degree: int) -> Variants:
     """Return the variants under Ulysses context parallelism of the default process group, which has `degree` processes.
 
-    The pipeline's transformer is parallel afterwards for good. A twin of it is patched first and made parallel then.
+    The pipeline's transformers are parallel afterwards for good.
     """
-    twin = copy.deepcopy(pipe.transformer)
-    applied = patch(twin, config)
-    for model in (pipe.transformer, twin):
+    for model in transformers_of(pipe).values():
         model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree))
-    patched = _in_place_of_transformer(pipe, twin, applied)
-    switches = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe), PATCHED: patched}
-    return Variants(_chosen(switches, with_compile), memory_of(twin))
+    switches = {
+        UNPATCHED: contextlib.nullcontext,
+        COMPILED: _CompiledBlocks(pipe),
+        PATCHED: lambda: patch(pipe, config),
+    }
+    return Variants(_chosen(switches, with_compile))
 
 
 def _chosen(switches: dict[str, Switch], with_compile: bool) -> dict[str, Switch]:

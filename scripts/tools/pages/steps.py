@@ -74,7 +74,14 @@ STEP_TARGETS = {
     "wan2.2-5b-8-layers": {"torch.compile": 1.11},
     "wan2.2-5b-8-layers-image": {"torch.compile": 1.11},
     "wan2.1-i2v-14b-4-layers": {"torch.compile": 1.11},
-    "wan2.1-14b-4-layers-2-gpus": {"torch.compile": 1.12},
+    **{f"wan2.1-14b-4-layers-{gpus}-gpus": {"torch.compile": 1.12} for gpus in (2, 4)},
+    "wan2.1-14b-4-layers-quantized-2-gpus": {"torch.compile": 1.55},
+    "wan2.1-14b-4-layers-quantized-4-gpus": {"torch.compile": 1.5},
+    "wan2.1-14b-4-layers-sparse-4-gpus": {"torch.compile": 3.5},
+    "wan2.1-1.3b-decoded-2-gpus": {"torch.compile": 1.16},
+    "wan2.1-1.3b-decoded-4-gpus": {"torch.compile": 1.1},
+    "wan2.1-1.3b-decoded-quantized-2-gpus": {"torch.compile": 1.5},
+    "wan2.1-1.3b-decoded-quantized-4-gpus": {"torch.compile": 1.4},
     "wan2.1-1.3b-quantized": {"torch.compile": 1.5},
     "wan2.1-14b-4-layers-quantized": {"torch.compile": 1.5},
     "wan2.2-5b-8-layers-quantized": {"torch.compile": 1.48},
@@ -104,6 +111,8 @@ DECODE_TARGETS = {
 STAGE_LIMITS = {
     "wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5},
     "wan2.1-1.3b-sparse-decoded": {"steps": 0.57, "total": 1.3},
+    "wan2.1-1.3b-decoded-4-gpus": {"total": 0.8},
+    "wan2.1-1.3b-decoded-sparse-4-gpus": {"total": 0.42},
 }
 # Runs of the same model and size as a row of the README, with other inputs or another option.
 ON_THE_PAGE_ALONE = ("wan2.2-5b-8-layers-image", "wan2.1-1.3b-block-sparse-mass-0.95")

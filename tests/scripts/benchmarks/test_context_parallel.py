@@ -29,7 +29,7 @@ def one_process(rank, arguments, rendezvous, folder):
 
 
 def test_two_processes_compare_and_one_reports(tmp_path):
-    arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile"]
+    arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile", "--decode"]
     arguments += ["--json", str(tmp_path / "figures.json")]
     start_on_cpu(one_process, arguments, f"file://{tmp_path}/rendezvous", tmp_path)
     figures = json.loads((tmp_path / "figures.json").read_text())
