@@ -6,9 +6,11 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.cli.running import CAPTION, TINY, error_of
 from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.cli.side_by_side import STRIP, strip_height, under_names
 
 OUTPUTS_OF_COMPARE = {"--json": ".json", "--plot": ".png", "--video": ".mp4"}
 
@@ -27,7 +29,7 @@ def test_compare_writes_json_plot_and_video(tmp_path, capsys):
     assert result["settings"]["prompt"] == CAPTION
     assert result["settings"]["seed"] == 0
     assert result["environment"]["torch"] == torch.__version__
-    assert iio.imread(outputs["--video"]).shape == (5, 32, 144, 3)
+    assert iio.imread(outputs["--video"]).shape == (5, STRIP + 32, 144, 3)
     assert outputs["--plot"].read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -37,11 +39,32 @@ def test_compare_writes_three_frames_and_their_difference_as_a_picture(tmp_path,
     assert main(["compare", CAPTION, *TINY, "--repeats", "1", "--video", str(picture)]) == 0
     assert f"wrote {picture}: unpatched, patched, and patched minus unpatched, times " in capsys.readouterr().out
     pixels = iio.imread(picture)
-    assert pixels.shape == (3 * 32, 3 * 48, 3)
+    assert pixels.shape == (3 * (STRIP + 32), 3 * 48, 3)
     unpatched, patched, difference = np.split(pixels.astype(int), 3, axis=1)
-    assert np.abs(patched - unpatched).max() <= 1
-    assert difference.max() > 127  # amplified
-    assert np.ptp(unpatched[:32]) > 0
+    assert (patched[:STRIP] != unpatched[:STRIP]).any()  # the names
+    rows = np.arange(len(pixels)) % (STRIP + 32) >= STRIP
+    assert np.abs(patched - unpatched)[rows].max() <= 1
+    assert difference[rows].max() > 127  # amplified
+    assert np.ptp(unpatched[STRIP : STRIP + 32]) > 0
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp"])
+def test_compare_writes_an_animated_picture(suffix, tmp_path):
+    picture = tmp_path / f"compare{suffix}"
+    assert main(["compare", CAPTION, *TINY, "--repeats", "1", "--video", str(picture)]) == 0
+    with Image.open(picture) as image:
+        assert (image.size, image.n_frames, image.info["loop"]) == ((3 * 48, STRIP + 32), 5, 0)
+
+
+def test_each_video_is_under_its_name():
+    videos = np.zeros((2, 320, 600, 3), np.uint8)
+    frames = under_names(videos, ["a", "b"])
+    assert frames.shape == (2, STRIP + 320, 600, 3)
+    assert (frames[:, STRIP:] == videos).all()
+    of_a, of_b = np.split(frames[:, :STRIP], 2, axis=2)
+    assert all((name != 255).any() and (name == 255).any() for name in (of_a, of_b))
+    assert (of_a != of_b).any()
+    assert [strip_height(height) for height in (160, 480, 720)] == [16, 32, 48]
 
 
 @pytest.mark.usefixtures("cpu_as_a_gpu", "everything_streams")

@@ -81,7 +81,8 @@ def _add_compare(commands) -> None:
         "--video",
         type=Path,
         metavar="OUT.mp4",
-        help="write the videos and their amplified difference side by side; a .png gets three of their frames",
+        help="write the videos and their amplified difference side by side; .gif and .webp are animated pictures, a "
+        ".png gets three frames",
     )
     add_distilled_options(parser)
     add_generation_options(parser)

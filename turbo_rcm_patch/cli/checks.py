@@ -293,7 +293,7 @@ def _check_lora(option: str, file: str, scale: float) -> None:
 def _check_comparison(arguments: argparse.Namespace) -> None:
     check_at_least_one("--repeats", arguments.repeats)
     check_plot("--plot", arguments.plot)
-    check_output("--video", arguments.video, (".mp4", ".png"))
+    check_output("--video", arguments.video, (".mp4", ".png", ".gif", ".webp"))
     if arguments.video is not None and arguments.video.suffix.lower() == ".mp4":
         check_ffmpeg()
 

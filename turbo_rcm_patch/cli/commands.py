@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
@@ -28,7 +27,6 @@ from ..bench.report import (
     evaluation_table,
     keep_out_table,
     plot,
-    side_by_side,
     timings_table,
     verification_table,
 )
@@ -60,6 +58,7 @@ from .pipelines import (
     load_sampler,
     warn_of_size,
 )
+from .side_by_side import write_side_by_side
 from .tuning import tune
 from .video_writer import VideoWriter
 
@@ -155,21 +154,8 @@ def _compare(arguments: argparse.Namespace) -> int:
         with replacing(arguments.plot) as temporary:
             plot(comparison, temporary)
     if arguments.video is not None:
-        _write_side_by_side(arguments.video, comparison)
+        print("", write_side_by_side(arguments.video, comparison), sep="\n")
     return 0
-
-
-def _write_side_by_side(path: Path, comparison: Comparison) -> None:
-    """Write the comparison as a video; as a PNG, write the first, middle and last frame from top to bottom."""
-    videos, gain = side_by_side(comparison)
-    videos = np.round(255 * videos).astype(np.uint8)
-    if path.suffix.lower() == ".png":
-        with replacing(path) as temporary:
-            Image.fromarray(np.concatenate([videos[0], videos[len(videos) // 2], videos[-1]])).save(temporary)
-    else:
-        write_video(path, [videos], fps=16)
-    names = [variant.name for variant in comparison.variants]
-    print(f"\nwrote {path}: {', '.join(names)}, and {names[-1]} minus {names[0]}, times {gain}")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
