@@ -1,4 +1,4 @@
-"""Write results/README.md, its charts, the README's tables and results/writeup.md, from the JSON files in results/.
+"""Write results/README.md, its charts, the README's figures and results/writeup.md, from the JSON files in results/.
 
 python scripts/tools/write_pages.py
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.tools.pages.block_sparsity import block_sparsity_page
-from scripts.tools.pages.cards import cards_of, cards_table, host_memory, short_cards_table, text_encoder_table
+from scripts.tools.pages.cards import cards_of, cards_table, host_memory, text_encoder_table
 from scripts.tools.pages.cells import chart, folded, versions
-from scripts.tools.pages.charts import draw_charts, whole_videos
+from scripts.tools.pages.charts import chart_data, draw_charts, whole_videos
 from scripts.tools.pages.checks import attention_errors_table, kept_table, parts_table, verified_table
 from scripts.tools.pages.conversion import CONVERSION, conversion_table
 from scripts.tools.pages.ops import (
@@ -31,8 +31,10 @@ from scripts.tools.pages.ops import (
     tests_table,
     traffic_table,
 )
+from scripts.tools.pages.readme import INSTALL, headline, install_line, tiers_table
+from scripts.tools.pages.readme import cards_table as readme_cards
 from scripts.tools.pages.sound import sound_table
-from scripts.tools.pages.steps import short_steps, short_tables, steps_table, whole_videos_table
+from scripts.tools.pages.steps import short_tables, steps_table, whole_videos_table
 from scripts.tools.pages.tiny_model import (
     BLOCK_SPARSE,
     LORA,
@@ -49,8 +51,7 @@ from scripts.tools.writeup import write as write_writeup
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "README.md"  # in the folder of results
-MEASURED = "<!-- measured: written by scripts/tools/write_pages.py -->", "<!-- end of measured -->"
-CARDS = "<!-- cards: written by scripts/tools/write_pages.py -->", "<!-- end of cards -->"
+WRITTEN = "<!-- {0}: written by scripts/tools/write_pages.py -->", "<!-- end of {0} -->"  # around parts of the README
 WRITEUP = "nvidia-h200.json"  # the GPU that the write-up is about
 # Runs of single ops, with the title of their table and its header if it is another one.
 OPS = {
@@ -68,9 +69,10 @@ that misses its target is bold. [The designs that were tried](../docs/designs.md
 <details markdown="1"><summary>Where the figures come from</summary>
 
 `python scripts/tools/write_pages.py` writes this page from the JSON files beside it. `python
-scripts/benchmarks/gpu_session.py --results results` writes those files, except for six: `conversion.json` by
-`conversion.py`, `block-sparse-tiny.json` by `measure_block_sparsity.py` and `sparse-tiny.json` by `evaluate_sparse.py`,
-all in `scripts/benchmarks/`; `training.json` by `train_embedded.py` and `lora-tiny.json` by `train_lora.py` in
+scripts/benchmarks/gpu_session.py --results results` writes those files, except for seven: `conversion.json` by
+`conversion.py`, `block-sparse-tiny.json` by `measure_block_sparsity.py`, `sparse-tiny.json` by `evaluate_sparse.py` and
+`install.json` by `install_size.py`, all in `scripts/benchmarks/`; `training.json` by `train_embedded.py` and
+`lora-tiny.json` by `train_lora.py` in
 `scripts/training/`; and `side-by-side.json` by `turbo-rcm compare`.
 
 </details>
@@ -90,39 +92,37 @@ def main() -> int:
 
 def result_files(folder: Path) -> list[Path]:
     """Return the results of each GPU."""
-    others = (TRAINING, CONVERSION, BLOCK_SPARSE, SPARSE, LORA, SIDE_BY_SIDE)
+    others = (TRAINING, CONVERSION, BLOCK_SPARSE, SPARSE, LORA, SIDE_BY_SIDE, INSTALL)
     return [path for path in sorted(folder.glob("*.json")) if path.name not in others]
 
 
 def with_results(text: str, folder: Path) -> str:
     """Return the README's text with the parts between its markers written anew.
 
-    They show the results of the GPU with the most measurements, and steps that only another GPU has timed.
+    They show the results of the GPU with the most measurements.
     """
-    runs = {path: json.loads(path.read_text())["runs"] for path in result_files(folder)}
-    if not runs:
+    results = [json.loads(path.read_text()) for path in result_files(folder)]
+    if not results:
         return text
-    path = max(runs, key=lambda path: len(runs[path]))
-    first = runs.pop(path)
-    text = _between(text, CARDS, short_cards_table(cards_of(first)) if cards_of(first) else "")
-    return _between(text, MEASURED, _short(path, first, runs.values()))
+    most = max(results, key=lambda one: len(one["runs"]))
+    parts = {
+        "figures": headline(most),
+        "tiers": tiers_table(most["runs"]),
+        "cards": readme_cards(cards_of(most["runs"])),
+    }
+    if (folder / INSTALL).exists():
+        parts["install"] = install_line(json.loads((folder / INSTALL).read_text()))
+    for name, part in parts.items():
+        text = _between(text, [marker.format(name) for marker in WRITTEN], part)
+    return text
 
 
-def _between(text: str, markers: tuple[str, str], part: str) -> str:
+def _between(text: str, markers: Sequence[str], part: str) -> str:
     """Return a text with the part between two markers, if it has them, written anew."""
     if markers[0] not in text:
         return text
     before, rest = text.split(markers[0])
     return f"{before}{markers[0]}\n{part}{markers[1]}{rest.split(markers[1])[1]}"
-
-
-def _short(path: Path, runs: dict, others: Iterable[dict]) -> str:
-    """Return the README's part on a GPU, or "" if no step of a real model was measured on it.
-
-    others: the runs of each other GPU.
-    """
-    steps = short_steps(path, runs, {name: run for other in others for name, run in other.items() if name not in runs})
-    return steps
 
 
 def results_page(folder: Path) -> str:
@@ -165,14 +165,18 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
     verified = {name: run for name, run in runs.items() if "blocks" in run}
     traffic = [run for run in runs.values() if "pass_bytes" in run]
     parts = [
-        chart(path, "steps", "Speed-up of a denoising step over eager diffusers") if steps else "",
+        chart(path, "tiers", "Speed-up of a denoising step over torch.compile") if "tiers" in chart_data(runs) else "",
         short_tables(runs),
         folded(
             "Versions, and the tests on this GPU",
             f"From `{path.name}`: {'; '.join(environments)}.\n" if environments else "",
             tests_table(tests) if tests else "",
         ),
-        folded("All variants of a denoising step", steps_table(steps) if steps else ""),
+        folded(
+            "All variants of a denoising step",
+            chart(path, "steps", "Speed-up of a denoising step over eager diffusers") if steps else "",
+            steps_table(steps) if steps else "",
+        ),
         folded("All variants of a whole video", whole_videos_table(whole_videos(runs)) if whole_videos(runs) else ""),
         folded("Models within a cap of memory, and streaming", *_within_memory(runs)),
         folded("The first step, and the host's time", *_host(runs)),

@@ -17,7 +17,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from ..bench.compare import Comparison, compare
+from ..bench.compare import compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import VARIANTS, evaluate, label_of, videos_at_a_time
 from ..bench.keep_out import find_keep_out

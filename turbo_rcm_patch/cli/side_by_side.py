@@ -15,6 +15,7 @@ from .files import replacing, write_video
 FPS = 16
 ANIMATED = (".gif", ".webp")
 QUALITY = 90  # of a WebP
+GREY = "#dddddd"
 STRIP = 16  # mp4 files have sizes that this divides
 
 
@@ -23,7 +24,7 @@ def write_side_by_side(path: Path, comparison: Comparison) -> str:
     other."""
     videos, gain = side_by_side(comparison)
     names = [variant.name for variant in comparison.variants]
-    frames = under_names(np.round(255 * videos).astype(np.uint8), [*names, f"difference × {gain}"])
+    frames = under_names(np.round(255 * videos).astype(np.uint8), [*names, f"difference, times {gain}"])
     suffix = path.suffix.lower()
     if suffix == ".png":
         with replacing(path) as temporary:
@@ -39,12 +40,14 @@ def write_side_by_side(path: Path, comparison: Comparison) -> str:
 
 
 def under_names(videos: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Return videos, [F, H, n * W, 3] in uint8, under a white strip with the n names, one at each column's left."""
+    """Return videos, [F, H, n * W, 3] in uint8, under a grey strip with the n names, one at each column's left."""
     _, height, width, _ = videos.shape
-    strip = Image.new("RGB", (width, strip_height(height)), "white")
+    strip = Image.new("RGB", (width, strip_height(height)), GREY)
     draw, font = ImageDraw.Draw(strip), ImageFont.load_default(size=round(0.75 * strip.height))
     for index, name in enumerate(names):
-        draw.text((index * width // len(names) + 2, 0), name, fill="black", font=font)
+        left = index * width // len(names)
+        draw.line((left, 0, left, strip.height), fill="white", width=2)
+        draw.text((left + 4, 0), name, fill="black", font=font)
     above = np.broadcast_to(np.asarray(strip), (len(videos), *np.asarray(strip).shape))
     return np.concatenate([above, videos], axis=1)
 

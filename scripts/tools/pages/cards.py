@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 from scripts.tools.pages.cells import bold, table_of, versions
 from turbo_rcm_patch.amounts import in_gb
 
-# How much slower a video may be within a cap.
-TIMES, OF_TWO_EXPERTS = 1.10, 1.15
 HOST_MEMORY = {1: 1.25, 2: 2.5}  # by the number of transformers, times the 8-bit weights of one, wanted at most
 
 
 def cards_of(runs: Mapping[str, dict]) -> list[dict]:
     """Return the runs of pipelines within a cap."""
     return [run for run in runs.values() if "cards" in run]
-
-
-def short_cards_table(runs: Iterable[dict]) -> str:
-    """Return the README's table: a row for each pipeline and card in 8 bits, the first if it was measured twice."""
-    header = [
-        "pipeline",
-        "tier",
-        "card",
-        "video, s",
-        "the same without a cap, s",
-        "ratio",
-        "peak, GB",
-        "diffusers' own offloading, s",
-    ]
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for run in runs:
-        for row in _short_rows(run):
-            rows.setdefault(tuple(row[:3]), row)
-    return table_of(header, rows.values())
 
 
 def cards_table(run: dict) -> str:
@@ -92,37 +71,6 @@ def text_encoder_table(run: dict) -> str:
         f"UMT5-XXL with random weights ({versions(run['environment'])}), prompts padded to {run['settings']['padded']} "
         "tokens. The error is that of the embeddings against fp32:\n\n" + table_of(header, rows)
     )
-
-
-def _short_rows(run: dict) -> Iterator[list[str]]:
-    settings = run["settings"]
-    target = OF_TWO_EXPERTS if settings["experts"] == 2 else TIMES
-    whole = {row["variant"]: row["seconds"] for row in run["cards"] if row["card"] is None}
-    for row in run["cards"]:
-        if row["card"] is None or row["variant"] not in whole or not row["variant"].startswith("quantized"):
-            continue
-        fits = row["seconds"] is not None
-        ratio = row["seconds"] / whole[row["variant"]] if fits else None
-        yield [
-            _name(settings),
-            row["variant"],
-            row["card"],
-            f"{row['seconds']:.2f}" if fits else "**does not fit**",
-            f"{whole[row['variant']]:.2f}",
-            bold(f"{ratio:.2f}×", round(ratio, 2) > target) if fits else "",
-            in_gb(max(row["allocated"].values())) if fits else "",
-            _rival(run["cards"], row["card"]),
-        ]
-
-
-def _rival(rows: Iterable[dict], card: str) -> str:
-    """Return the best time of diffusers' own offloading on a card, "" if it was not run."""
-    rivals = [row for row in rows if row["card"] == card and "peaks" not in row]
-    fitting = [row for row in rivals if row["seconds"] is not None]
-    if not fitting:
-        return "does not fit" if rivals else ""
-    best = min(fitting, key=lambda row: row["seconds"])
-    return f"{best['seconds']:.2f}" + (" (VAE in tiles)" if best["tiles"] else "")
 
 
 def _name(settings: dict) -> str:

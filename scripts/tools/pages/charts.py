@@ -9,9 +9,12 @@ import hashlib
 import json
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 from scripts.benchmarks.lora import BESIDE_A_LORA
-from turbo_rcm_patch.bench.variants import COMPILED_AFTER_A_CHANGE
+from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, EXACT_PATCH, PATCHED
+from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.tiers import EXACT, TIERS
 
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile"}
 QUANTIZED_RIVALS = {
@@ -20,6 +23,19 @@ QUANTIZED_RIVALS = {
     "patched, dense in 8 bits": "patched (quantized)",
 }
 
+# What publishers call the sizes.
+PUBLIC = {
+    "wan2.1-1.3b": "Wan 2.1 1.3B",
+    "wan2.1-14b": "Wan 2.1 14B",
+    "wan2.1-i2v-14b": "Wan 2.1 I2V 14B",
+    "wan2.2-5b": "Wan 2.2 TI2V-5B",
+    "ltx2-19b": "LTX-2 19B",
+}
+# Runs of the same model and size as another run, with other inputs or another option.
+ON_THE_PAGE_ALONE = ("wan2.2-5b-8-layers-image", "wan2.1-1.3b-block-sparse-mass-0.95")
+COLOURS = dict(zip(TIERS, ("#4c78a8", "#f58518", "#54a24b", "#b279a2"), strict=True))
+
+DPI = 110
 DIGEST = "Description"  # the PNG's text that has it
 
 
@@ -58,6 +74,87 @@ def model_of(run: dict) -> str:
     return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}{lora}{mass}"
 
 
+def name_of(settings: dict) -> str:
+    """Return a model's public name."""
+    if settings.get("experts") == 2:
+        return "Wan 2.2 A14B"
+    return PUBLIC.get(settings["config"], settings["config"])
+
+
+def frames_of(settings: dict) -> str:
+    return f"{settings['width']}×{settings['height']}, {settings['num_frames']} frames"
+
+
+def title_of(run: dict) -> str:
+    """Return a run's model and video for people, in two lines: the public name, and how many layers of how many ran."""
+    settings, case = run["settings"], CASES.get(run["settings"]["config"])
+    total = None if case is None else case.transformer.get("num_layers")
+    part = total is not None and settings.get("layers", total) != total
+    layers = f" ({settings['layers']} of {total} layers)" if part else ""
+    gpus = f", {settings['ulysses']} GPUs" if settings.get("ulysses", 1) > 1 else ""
+    return f"{name_of(settings)}{layers}\n{frames_of(settings)}{gpus}"
+
+
+class Step(NamedTuple):
+    """One variant's denoising step. peak: bytes. error: relative L2 to fp32, or None if it was not measured."""
+
+    milliseconds: float
+    peak: int
+    error: float | None
+
+
+def tier_of_run(run: dict) -> str:
+    return run["settings"].get("preset", EXACT.name)
+
+
+def steps_by_tier(runs: dict) -> dict[str, dict[str, Step]]:
+    """Return, by model and run, the steps of torch.compile and of the tiers that ran in turns with it.
+
+    The exact tier also ran beside the others. Its own run of the model counts, if there is one.
+    """
+    found = {name: run for name, run in real_models(runs).items() if name not in ON_THE_PAGE_ALONE}
+    return {
+        name: variants
+        for name, run in found.items()
+        if run["settings"].get("ulysses", 1) == 1 and COMPILED in (variants := _steps_of(run))
+    }
+
+
+def _steps_of(run: dict) -> dict[str, Step]:
+    names = {COMPILED: COMPILED, EXACT_PATCH: EXACT.name, PATCHED: tier_of_run(run)}
+    return {
+        names[variant["name"]]: Step(
+            milliseconds(variant), variant["timings"]["peak_memory"], variant.get("step_error")
+        )
+        for variant in run["variants"]
+        if variant["name"] in names
+    }
+
+
+def speedups_by_tier(runs: dict) -> dict[str, dict[str, float]]:
+    """Return how many times as fast as torch.compile a step is, by model and tier, each from the tier's own run.
+
+    Models and tiers have an order: the model with the most tiers first, the tiers as in TIERS.
+    """
+    speedups: dict[str, dict[str, float]] = {}
+    for name, variants in steps_by_tier(runs).items():
+        model = speedups.setdefault(title_of(runs[name]), {})
+        own, compiled = tier_of_run(runs[name]), variants[COMPILED].milliseconds
+        for tier in (own, EXACT.name):
+            if tier in variants and (tier == own or tier not in model):
+                model[tier] = compiled / variants[tier].milliseconds
+    ordered = sorted(speedups.items(), key=lambda item: -len(item[1]))
+    return {model: {tier: tiers[tier] for tier in TIERS if tier in tiers} for model, tiers in ordered}
+
+
+def one_of_each_model(speedups: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the first entry of each model, so that the chart stays small."""
+    first: dict[str, str] = {}
+    for title in speedups:
+        first.setdefault(title.splitlines()[0].partition(" (")[0], title)
+    return {title: speedups[title] for title in first.values()}
+
+
 def milliseconds(variant: dict) -> float:
     """Return a variant's median step, or the second step of the variant that compiles again after its first."""
     steps = variant["timings"]["steps"]
@@ -65,19 +162,24 @@ def milliseconds(variant: dict) -> float:
 
 
 def chart_file(path: Path, kind: str) -> Path:
-    """Return the path of a results file's chart. kind: "steps", "traffic" or "modules"."""
+    """Return the path of a results file's chart. kind: "tiers", "steps", "traffic" or "modules"."""
     return path.with_name(f"{path.stem}-{kind}.png")
 
 
 def draw_charts(runs: dict, path: Path) -> None:
     """Draw each chart in an image file beside the results file, with a digest of its data."""
     for kind, data in chart_data(runs).items():
-        _DRAW[kind](data).savefig(chart_file(path, kind), dpi=110, metadata={DIGEST: digest_of(data), "Software": None})
+        _DRAW[kind](data).savefig(chart_file(path, kind), dpi=DPI, metadata={DIGEST: digest_of(data), "Software": None})
 
 
 def chart_data(runs: dict) -> dict[str, object]:
-    """Return the data of each chart that has any: denoising steps, DRAM passes of a block, attention modules."""
+    """Return the data of each chart that has any: tiers, denoising steps, DRAM passes of a block, attention modules."""
     data = {
+        "tiers": one_of_each_model(speedups_by_tier(runs))
+        and {
+            "gpu": next(iter(real_models(runs).values()))["environment"]["gpu"],
+            "models": one_of_each_model(speedups_by_tier(runs)),
+        },
         "steps": real_models(runs),
         "traffic": [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"],
         "modules": runs.get("implementations", {}).get("rows"),
@@ -89,14 +191,35 @@ def digest_of(data: object) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
-def _figure(height: float):
+def _figure(height: float, width: float = 9):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.tick_params(labelsize="large")
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _draw_tiers(data: dict):
+    """Draw bars from the left, models down, a bar and a colour per tier, with the speed-up at their ends."""
+    bars = sum(len(tiers) for tiers in data["models"].values())
+    figure, axes = _figure(1.3 + 0.25 * bars + 0.2 * len(data["models"]), width=700 / DPI)
+    places, top = [], 0
+    for tiers in data["models"].values():
+        for index, (tier, ratio) in enumerate(tiers.items()):
+            bar = axes.barh(top + index, ratio, 0.9, color=COLOURS[tier], label=tier)
+            axes.bar_label(bar, [f"{ratio:.2f}×"], padding=3)
+        places.append(top + (len(tiers) - 1) / 2)
+        top += len(tiers) + 1
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(places, list(data["models"]))
+    axes.invert_yaxis()
+    axes.set_xlabel("speed-up: 1 is torch.compile, longer is better")
+    figure.suptitle(f"A denoising step on one {data['gpu']}, over torch.compile", fontsize="large")
+    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=len(TIERS), title="tier")
+    return figure
 
 
 def _draw_steps(runs: dict):
@@ -154,7 +277,7 @@ def _draw_modules(rows: list[dict]):
     return figure
 
 
-_DRAW = {"steps": _draw_steps, "traffic": _draw_traffic, "modules": _draw_modules}
+_DRAW = {"tiers": _draw_tiers, "steps": _draw_steps, "traffic": _draw_traffic, "modules": _draw_modules}
 
 
 def legend_above(figure, axes, ncols: int = 3) -> None:

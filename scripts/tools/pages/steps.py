@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
-from scripts.tools.pages.charts import chart_file, milliseconds, model_of, names_of, real_models
+from scripts.tools.pages.charts import ON_THE_PAGE_ALONE, milliseconds, model_of, names_of, real_models, tier_of_run
 from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH
 from turbo_rcm_patch.tiers import EXACT, TIERS
 
-from .cells import bold, speedup, table_of, versions
+from .cells import bold, speedup, table_of
 from .ops import WEIGHTS
 
 STEPS_HEADER = (
@@ -38,7 +37,7 @@ VIDEOS_HEADER = (
     "peak memory, GiB",
     "rel. L2 of decoding to fp32",
 )
-# The README's: of a run the stage that counts; of decoding also with which VAE.
+# The summary's: of a run the stage that counts; of decoding also with which VAE.
 SHORT_SECONDS = (
     ("wan2.1-1.3b-decoded", "total", None),
     ("wan2.1-1.3b-sparse-decoded", "total", None),
@@ -114,8 +113,6 @@ STAGE_LIMITS = {
     "wan2.1-1.3b-decoded-4-gpus": {"total": 0.8},
     "wan2.1-1.3b-decoded-sparse-4-gpus": {"total": 0.42},
 }
-# Runs of the same model and size as a row of the README, with other inputs or another option.
-ON_THE_PAGE_ALONE = ("wan2.2-5b-8-layers-image", "wan2.1-1.3b-block-sparse-mass-0.95")
 ACCURACY_FACTOR = EXACT.limits.factor  # the limit of a step's error to fp32, as a multiple of torch.compile's
 
 
@@ -135,47 +132,27 @@ def steps_table(runs: dict) -> str:
     )
 
 
-def short_steps(path: Path, runs: dict, elsewhere: dict | None = None) -> str:
-    """Return the README's tables, below the GPU, the versions and the steps' chart, or "" without a real model.
-
-    elsewhere: runs on other GPUs, whose rows name the GPU.
-    """
-    tables = short_tables(runs, elsewhere)
-    if not tables:
+def short_tables(runs: dict) -> str:
+    """Return tables of steps and whole videos with a row for each real model and tier, or "" without a real model."""
+    steps = {name: run for name, run in real_models(runs).items() if name not in ON_THE_PAGE_ALONE}
+    if not steps:
         return ""
-    environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
-    chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
-    return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, tables))
-
-
-def short_tables(runs: dict, elsewhere: dict | None = None) -> str:
-    """Return tables of steps and whole videos with a row for each real model and tier, or "" without a real model.
-
-    elsewhere: runs on other GPUs, whose rows name the GPU.
-    """
-    runs, elsewhere = (
-        {name: run for name, run in each.items() if name not in ON_THE_PAGE_ALONE} for each in (runs, elsewhere or {})
-    )
-    if not real_models(runs):
-        return ""
-    steps = real_models(elsewhere | runs)
-    steps = sorted(steps.items(), key=lambda step: list(TIERS).index(step[1]["settings"].get("preset", "exact")))
-    rows = [short_step_row(name, run, names_gpu=name in elsewhere) for name, run in steps]
+    ordered = sorted(steps.items(), key=lambda step: list(TIERS).index(tier_of_run(step[1])))
+    rows = [short_step_row(name, run) for name, run in ordered]
     tables = [table_of(SHORT_STEPS_HEADER, rows)]
     seconds = [_short_seconds_row(name, runs[name], stage, vae) for name, stage, vae in SHORT_SECONDS if name in runs]
     tables += [table_of(SHORT_SECONDS_HEADER, seconds)] if seconds else []
     return "\n".join(tables)
 
 
-def short_step_row(name: str, run: dict, *, names_gpu: bool = False) -> list[str]:
-    model = f"{model_of(run)}, {run['environment']['gpu']}" if names_gpu else model_of(run)
-    tier = run["settings"].get("preset", "exact")
+def short_step_row(name: str, run: dict) -> list[str]:
+    tier = tier_of_run(run)
     eager, compiled, patched = _short_milliseconds(run, ("unpatched", "torch.compile", "patched"))
     (torchao,) = [""] if tier == "exact" else _short_milliseconds(run, ("torchao float8 + torch.compile",))
     error = next(variant.get("step_error") for variant in run["variants"] if variant["name"] == "patched")
     ratios = _over_compile(name, run), _memory_ratio(name, run)
     error = "" if error is None else f"{error:.1e}"
-    return [model, tier, eager, compiled, torchao, patched, *ratios, error]
+    return [model_of(run), tier, eager, compiled, torchao, patched, *ratios, error]
 
 
 def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> list[str]:

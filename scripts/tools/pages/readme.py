@@ -1,0 +1,133 @@
+"""The README's generated parts: a line of figures, the tiers, and the cards.
+
+The results page says which figures miss their target.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+
+from scripts.tools.pages.charts import frames_of, name_of, speedups_by_tier, steps_by_tier, tier_of_run, whole_videos
+from turbo_rcm_patch.amounts import in_gb, parse_amount
+from turbo_rcm_patch.bench.variants import COMPILED, PATCHED, UNPATCHED
+from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.tiers import EXACT, TIERS
+
+from .cells import table_of
+
+USES = {
+    "exact": "every model; no block may err more than {factor} times as much as the unpatched one",
+    "quantized": "every model; `verify --keep-out` finds layers that 8 bits do not suit",
+    "sparse": "weights that were trained with it: TurboWan, TurboT2AV",
+    "block_sparse": "every model, without training, from {tokens} tokens on; `verify` shows what it leaves out",
+}
+TIERS_HEADER = (
+    "preset",
+    "a step over `torch.compile`",
+    "peak memory over `torch.compile`'s",
+    "error of a step to fp32",
+    "for",
+)
+INSTALL = "install.json"  # from install_size.py
+CARDS_HEADER = ("memory", "pipeline, video", "tier", "peak, GB", "a video, s", "the same with all memory, s")
+
+
+def headline(results: dict) -> str:
+    """Return the line of figures of a GPU: the steps of the first model in every tier, and whole videos of it."""
+    steps = speedups_by_tier(results["runs"])
+    if not steps:
+        return ""
+    model, tiers = next(iter(steps.items()))
+    named = [f"{ratio:.2f}× ({tier})" for tier, ratio in tiers.items()]
+    line = (
+        f"On one **{results['gpu']}** a denoising step of {' at '.join(model.splitlines())}, is {_and(named)} as fast "
+        f"as under `torch.compile`.{_seconds(results['runs'])}"
+    )
+    return f"{textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)}\n"
+
+
+def _seconds(runs: dict) -> str:
+    """Return a sentence on the whole videos that were timed, or "" without any."""
+    videos = [run for run in whole_videos(runs).values() if run["settings"]["num_inference_steps"] > 1]
+    if not videos:
+        return ""
+    totals = {tier_of_run(run): _total(run, PATCHED) for run in videos}
+    ours = _and([f"{seconds:.2f} s ({tier})" for tier, seconds in totals.items()])
+    rivals = [_total(videos[0], name) for name in (COMPILED, UNPATCHED)]
+    count = videos[0]["settings"]["num_inference_steps"]
+    return (
+        f" A video in {count} steps, from the prompt's embeddings to frames, takes {ours}; under `torch.compile` it "
+        f"takes {rivals[0]:.2f} s, unpatched {rivals[1]:.2f} s."
+    )
+
+
+def _total(run: dict, name: str) -> float:
+    return next(variant["timings"]["total"] for variant in run["variants"] if variant["name"] == name)
+
+
+def _and(parts: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def tiers_table(runs: dict) -> str:
+    """Return a row for each tier, with the range of each figure over the models that ran in it."""
+    found = steps_by_tier(runs).values()
+    rows = []
+    for tier in TIERS:
+        steps = [variants[tier] for variants in found if tier in variants]
+        compiled = [variants[COMPILED] for variants in found if tier in variants]
+        if not steps:
+            continue
+        ratios = [one.milliseconds / ours.milliseconds for one, ours in zip(compiled, steps, strict=True)]
+        memory = [ours.peak / one.peak for one, ours in zip(compiled, steps, strict=True)]
+        errors = [ours.error for ours in steps if ours.error is not None]
+        name = f'`"{tier}"`' + (", the default" if tier == EXACT.name else "")
+        error = _range(errors, lambda value: f"{100 * value:.1f} %") if errors else "the model's own: `verify`"
+        use = USES[tier].format(factor=EXACT.limits.factor, tokens=PRESETS["block_sparse"].min_tokens)
+        rows.append([name, _range(ratios, _times), _range(memory, _times), error, use])
+    return table_of(TIERS_HEADER, rows)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}×"
+
+
+def _range(values: Iterable[float], shown: Callable[[float], str]) -> str:
+    low, high = shown(min(values)), shown(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def cards_table(runs: Iterable[dict]) -> str:
+    """Return a row for each pipeline and video in 8 bits: the smallest card that it fits, in the way that was fastest."""
+    rows: dict[tuple[str, int], tuple[float, list[str]]] = {}
+    for run in runs:
+        for key, row in _fitted(run):
+            rows[key] = min(rows.get(key, row), row, key=lambda one: one[0])
+    smallest: dict[str, int] = {}
+    for pipeline, card in sorted(rows):
+        smallest.setdefault(pipeline, card)
+    return table_of(CARDS_HEADER, [rows[key][1] for key in sorted(smallest.items(), key=lambda item: item[::-1])])
+
+
+def _fitted(run: dict) -> Iterator[tuple[tuple[str, int], tuple[float, list[str]]]]:
+    """Yield pipeline and card, and the seconds with the row's cells, of what fits."""
+    whole = {row["variant"]: row["seconds"] for row in run["cards"] if row["card"] is None}
+    pipeline = f"{name_of(run['settings'])}, {frames_of(run['settings'])}"
+    for row in run["cards"]:
+        variant, card, seconds = row["variant"], row["card"], row["seconds"]
+        if card is None or seconds is None or variant not in whole or not variant.startswith("quantized"):
+            continue
+        peak = in_gb(max(row["allocated"].values()))
+        cells = [card.replace("GB", " GB"), pipeline, variant, peak, f"{seconds:.1f}", f"{whole[variant]:.1f}"]
+        yield (pipeline, parse_amount(card)), (seconds, cells)
+
+
+def install_line(sizes: dict) -> str:
+    """Return how large an environment with this package is."""
+    gpu, cpu = sizes["gpu"], sizes["cpu"]
+    return (
+        f"- **How large is the install?** {gpu['bytes'] / 1e9:.1f} GB with torch {gpu['torch']} for CUDA, of which this "
+        f"package is {gpu['package_bytes'] / 1e6:.0f} MB.\n  {cpu['bytes'] / 1e9:.1f} GB for a CPU alone: first `pip "
+        "install torch --index-url https://download.pytorch.org/whl/cpu`.\n"
+    )
