@@ -9,8 +9,6 @@ import pytest
 from scripts.tools import write_pages
 from scripts.tools.pages import ops
 from tests.scripts.tools.pages.results import (
-    cards_run,
-    evaluation,
     gpu_tests_entry,
     step_run,
 )
@@ -20,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_readme_and_the_page_are_rendered_from_the_results():
     text = (ROOT / "README.md").read_text()
-    assert write_pages.MEASURED[0] in text
+    for part in ("figures", "tiers", "cards", "install"):
+        assert text.count(write_pages.WRITTEN[0].format(part)) == 1
     assert write_pages.with_results(text, ROOT / "results") == text
     assert write_pages.results_page(ROOT / "results") == (ROOT / "results/README.md").read_text()
 
@@ -40,7 +39,7 @@ def test_files_that_a_page_names_are_there(page):
     assert all((ROOT / name).exists() for name in named)
 
 
-def test_results_of_any_gpu_become_a_page_and_a_short_table(tmp_path):
+def test_results_of_any_gpu_become_a_page(tmp_path):
     """Files may lack the embedded model, commits or tests, or hold several GPUs' results.
 
     The README shows the GPU with the most measurements.
@@ -56,41 +55,25 @@ def test_results_of_any_gpu_become_a_page_and_a_short_table(tmp_path):
     page = write_pages.results_page(tmp_path)
     for heading in ("## NVIDIA GeForce RTX 4090", "## NVIDIA B200", "## NVIDIA X"):
         assert heading in page
-    assert "geforce-rtx-4090-steps.png" in page
+    assert "geforce-rtx-4090-tiers.png" in page
+    assert "| wan2.2-5b, 5×16×32 | exact | 900 | 600 |  | 500 | 1.20× | 1.00× |  |" in page
     assert "| 2.11 | 3.6 | 0.42 | 0123456789ab | 71 | 0 |" in page
-    start, end = write_pages.MEASURED
+    start, end = (marker.format("figures") for marker in write_pages.WRITTEN)
     readme = write_pages.with_results(f"a {start} old {end} b", tmp_path)
-    assert "| wan2.2-5b, 5×16×32 | exact | 900 | 600 |  | 500 | 1.20× | 1.00× |  |" in readme
-    assert "| wan2.2-5b (4 layers), 5×16×32, 2 GPUs | exact | 900 | 600 |  | 500 | 1.20× | 1.00× |  |" in readme
-    assert "results/geforce-rtx-4090-steps.png" in readme
-    assert "NVIDIA X" not in readme
+    assert readme.startswith(f"a {start}\nOn one **NVIDIA GeForce RTX 4090** a denoising step of Wan 2.2 TI2V-5B at 32")
+    assert "5 frames, is 1.20× (exact) as fast as under `torch.compile`. <" in " ".join(readme.split())
     assert "old" not in readme
     assert write_pages.with_results("no markers", tmp_path) == "no markers"
 
 
-def test_the_readme_has_the_steps_of_a_real_model_alone(tmp_path):
-    start, end = write_pages.MEASURED
-
-    def readme(runs):
-        (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": {**runs, "evaluate": evaluation()}}))
-        return write_pages.with_results(f"a {start} old {end} b", tmp_path)
-
-    whole = readme({"x": step_run("x", compiled=0.6, patched=0.5)})
-    assert "| x, 5×16×32 | exact |" in whole
-    assert "a CPU" not in whole
-    assert "held-out" not in whole
-    assert whole.endswith(f"|\n{end} b")
-    assert readme({}) == f"a {start}\n{end} b"
-
-
-def test_the_readme_has_the_pipelines_that_ran_within_a_cap(tmp_path):
-    start, end = write_pages.CARDS
-    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": {"small-cards-x": cards_run()}}))
-    lines = write_pages.with_results(f"a {start} old {end} b", tmp_path).splitlines()
-    assert lines[-2:] == [
-        "| wan2.2-x, two experts, 5×16×32 | quantized | 8GB | 11.00 | 10.00 | 1.10× | 6.00 | 30.00 (VAE in tiles) |",
-        f"{end} b",
-    ]
+def test_the_install_is_as_large_as_it_was_measured(tmp_path):
+    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": {}}))
+    sizes = {"bytes": 54 * 10**8, "package_bytes": 21 * 10**6, "torch": "2.14"}
+    (tmp_path / "install.json").write_text(json.dumps({"gpu": sizes, "cpu": {**sizes, "bytes": 10**9}}))
+    start, end = (marker.format("install") for marker in write_pages.WRITTEN)
+    text = " ".join(write_pages.with_results(f"{start}{end}", tmp_path).split())
+    assert "takes 5.4 GB with torch 2.14 for CUDA, of which this package is 21 MB." in text
+    assert "For a CPU alone it takes 1.0 GB" in text
 
 
 def test_failed_gpu_tests_are_bold():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from turbo_rcm_patch.cli.files import json_file, write_json
 ROOT = Path(__file__).resolve().parents[2]
 CPU_TORCH = "torch", "--index-url", "https://download.pytorch.org/whl/cpu"
 INSTALLS = {"gpu": [(str(ROOT),)], "cpu": [CPU_TORCH, (str(ROOT),)]}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 NAMED = ("torch", "triton", "diffusers", "transformers")
 
 
@@ -41,8 +43,8 @@ def measured(installs: Sequence[Sequence[str]]) -> dict[str, object]:
         venv.create(folder, with_pip=True)
         pip = str(Path(folder) / "bin/pip")
         for install in installs:
-            subprocess.run([pip, "install", "--quiet", *install], check=True)
-        listed = subprocess.run([pip, "list", "--format", "json"], check=True, capture_output=True, text=True).stdout
+            subprocess.run([pip, "install", "--quiet", *install], check=True, env=ENVIRONMENT)
+        listed = subprocess.check_output([pip, "list", "--format", "json"], env=ENVIRONMENT)
         (package,) = Path(folder).glob("lib/*/site-packages/turbo_rcm_patch")
         versions = {entry["name"]: entry["version"] for entry in json.loads(listed)}
         return {

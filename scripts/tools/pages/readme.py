@@ -30,7 +30,14 @@ TIERS_HEADER = (
     "for",
 )
 INSTALL = "install.json"  # from install_size.py
-CARDS_HEADER = ("memory", "pipeline, video", "tier", "peak, GB", "a video, s", "the same with all memory, s")
+CARDS_HEADER = (
+    "memory of the card",
+    "pipeline, video",
+    "tier",
+    "peak, GB",
+    "a video, s",
+    "the same with all memory, s",
+)
 
 
 def headline(results: dict) -> str:
@@ -44,7 +51,7 @@ def headline(results: dict) -> str:
         f"On one **{results['gpu']}** a denoising step of {' at '.join(model.splitlines())}, is {_and(named)} as fast "
         f"as under `torch.compile`.{_seconds(results['runs'])}"
     )
-    return f"{textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)}\n"
+    return _wrapped(line)
 
 
 def _seconds(runs: dict) -> str:
@@ -99,7 +106,7 @@ def _range(values: Iterable[float], shown: Callable[[float], str]) -> str:
 
 
 def cards_table(runs: Iterable[dict]) -> str:
-    """Return a row for each pipeline and video in 8 bits: the smallest card that it fits, in the way that was fastest."""
+    """Return a row for each pipeline and video in 8 bits: the smallest card that it fits, in the fastest way."""
     rows: dict[tuple[str, int], tuple[float, list[str]]] = {}
     for run in runs:
         for key, row in _fitted(run):
@@ -126,8 +133,13 @@ def _fitted(run: dict) -> Iterator[tuple[tuple[str, int], tuple[float, list[str]
 def install_line(sizes: dict) -> str:
     """Return how large an environment with this package is."""
     gpu, cpu = sizes["gpu"], sizes["cpu"]
-    return (
-        f"- **How large is the install?** {gpu['bytes'] / 1e9:.1f} GB with torch {gpu['torch']} for CUDA, of which this "
-        f"package is {gpu['package_bytes'] / 1e6:.0f} MB.\n  {cpu['bytes'] / 1e9:.1f} GB for a CPU alone: first `pip "
-        "install torch --index-url https://download.pytorch.org/whl/cpu`.\n"
+    line = (
+        f"The install takes {gpu['bytes'] / 1e9:.1f} GB with torch {gpu['torch']} for CUDA, of which this package is "
+        f"{gpu['package_bytes'] / 1e6:.0f} MB. For a CPU alone it takes {cpu['bytes'] / 1e9:.1f} GB: first run "
+        "`pip install torch --index-url https://download.pytorch.org/whl/cpu`."
     )
+    return _wrapped(line)
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False) + "\n"

@@ -1,11 +1,13 @@
 import json
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from scripts.tools import write_pages
-from scripts.tools.pages import charts
+from scripts.tools.pages import charts, readme
 from tests.scripts.tools.pages.results import step_run
+from turbo_rcm_patch.bench.variants import EXACT_PATCH
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -20,7 +22,7 @@ def test_charts(tmp_path):
         "implementations": {"rows": [{**size, "implementation": "two_pass", "speedup": 1.0}]},
     }
     charts.draw_charts(runs, tmp_path / "gpu.json")
-    names = {f"gpu-{kind}.png" for kind in ("steps", "traffic", "modules")}
+    names = {f"gpu-{kind}.png" for kind in ("tiers", "steps", "traffic", "modules")}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     charts.draw_charts({}, tmp_path / "none.json")
@@ -42,3 +44,35 @@ def test_the_chart_of_steps_shows_real_models_alone():
     embedded["settings"]["model"] = embedded["settings"].pop("config")
     runs = {"compare": embedded, "wan2.1-1.3b": step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)}
     assert list(charts.real_models(runs)) == ["wan2.1-1.3b"]
+
+
+def tier_run(name, tier, layers, compiled, exactly, patched):
+    run = step_run(name, compiled, patched, errors=(0.01, 0.01, 0.02))
+    run["settings"] |= {"preset": tier, "layers": layers}
+    timings = {"steps": [exactly], "peak_memory": 2**30}
+    run["variants"].append({**run["variants"][0], "name": EXACT_PATCH, "timings": timings})
+    return run
+
+
+def test_tiers_are_compared_with_the_compiled_step_of_their_own_run():
+    runs = {
+        "wan2.1-14b-4-layers": step_run("wan2.1-14b", compiled=1.0, patched=0.8),
+        "wan2.1-14b-4-layers-quantized": tier_run("wan2.1-14b", "quantized", 4, compiled=1.2, exactly=0.9, patched=0.6),
+        "wan2.1-1.3b-quantized": tier_run("wan2.1-1.3b", "quantized", 30, compiled=0.6, exactly=0.5, patched=0.3),
+        "wan2.1-1.3b-sparse": tier_run("wan2.1-1.3b", "sparse", 30, compiled=0.8, exactly=0.5, patched=0.1),
+    }
+    runs["wan2.1-14b-4-layers"]["settings"]["layers"] = 4
+    two_gpus = step_run("wan2.1-14b", compiled=1.0, patched=0.1)
+    two_gpus["settings"] |= {"ulysses": 2}
+    speedups = charts.speedups_by_tier({**runs, "wan2.1-14b-2-gpus": two_gpus})
+    assert list(speedups) == ["Wan 2.1 1.3B\n32×16, 5 frames", "Wan 2.1 14B (4 of 40 layers)\n32×16, 5 frames"]
+    small, large = speedups.values()
+    assert list(small) == ["exact", "quantized", "sparse"]
+    assert small == pytest.approx({"exact": 1.2, "quantized": 2.0, "sparse": 8.0})
+    assert large == pytest.approx({"exact": 1.25, "quantized": 2.0})  # the exact tier's own run
+    whole = {"Wan 2.1 14B\n1280×720": {"exact": 1.1}}
+    assert charts.one_of_each_model({**speedups, **whole}) == speedups
+    lines = readme.tiers_table(runs).splitlines()
+    assert lines[2].startswith('| `"exact"`, the default | 1.20× to 1.60× | 1.00× | 1.0 % |')
+    assert lines[4].startswith('| `"sparse"` | 8.00× | 1.00× | 2.0 % |')
+    assert len(lines) == 5

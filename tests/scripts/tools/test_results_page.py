@@ -11,7 +11,7 @@ import pytest
 
 from scripts.benchmarks import gpu_session, group_offload
 from scripts.tools import write_pages
-from scripts.tools.pages import cards, checks, ops, steps
+from scripts.tools.pages import cards, checks, ops, readme, steps
 from scripts.tools.pages.vae import vae_table
 from tests.scripts.tools.pages.results import cards_run
 from turbo_rcm_patch.cli.side_by_side import strip_height
@@ -281,7 +281,7 @@ def test_a_sparse_step_is_compared_with_dense_8_bits():
 @pytest.mark.parametrize(
     ("step", "shown"), [(0.14, "0.56 | 0.58 | 0.02 | 1.20"), (0.15, "**0.60** | 0.58 | 0.02 | **1.40**")]
 )
-def test_a_sparse_video_has_targets_and_a_place_in_the_readme(step, shown):
+def test_a_sparse_video_has_targets_and_a_place_in_the_summary(step, shown):
     name = "wan2.1-1.3b-sparse-decoded"
     run = copy.deepcopy(MEASURED["wan2.1-1.3b-decoded"])
     run["settings"]["preset"] = "sparse"
@@ -291,7 +291,7 @@ def test_a_sparse_video_has_targets_and_a_place_in_the_readme(step, shown):
     table = steps.whole_videos_table({name: run})
     assert f"| patched (sparse) | {shown}" in table
     assert "| steps 0.57 s / total 1.3 s |" in table
-    short = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": MEASURED["wan2.1-1.3b"], name: run})
+    short = steps.short_tables({"wan2.1-1.3b": MEASURED["wan2.1-1.3b"], name: run})
     total = "1.20" if step < 0.15 else "**1.40**"
     assert f"4 steps, sparse | 4.59 | 3.44 | {total} |" in short
 
@@ -304,6 +304,18 @@ def test_a_pipeline_within_a_cap():
     stages = "text encoding 2.00 (2.10), decoding 6.00 (6.30)"
     assert f"| quantized | no cap | nothing | whole frames | 10.00 | 2.000 | {stages} |" in text
     assert f"| quantized | 8GB | nothing | few frames at a time | 11.00 | 2.000 | {stages} |" in text
+
+
+def test_the_readme_has_the_smallest_card_of_a_pipeline_in_the_fastest_way():
+    run = cards_run()
+    (whole,) = (row for row in run["cards"] if row["card"] is None)
+    fits, missed = run["cards"][-1], {"card": "4GB", "variant": "quantized", "seconds": None, "allocated": {}}
+    faster = "quantized, text encoder in 8 bits"
+    run["cards"] += [{**fits, "card": "12GB", "seconds": 10.5}, missed]
+    run["cards"] += [{**whole, "variant": faster}, {**fits, "variant": faster, "seconds": 10.25}]
+    name = "Wan 2.2 A14B, 32×16, 5 frames"
+    assert readme.cards_table([run]).splitlines()[2:] == [f"| 8 GB | {name} | {faster} | 6.00 | 10.2 | 10.0 |"]
+    assert readme.cards_table([cards_run()]).splitlines()[2:] == [f"| 8 GB | {name} | quantized | 6.00 | 11.0 | 10.0 |"]
 
 
 def test_the_text_encoder():

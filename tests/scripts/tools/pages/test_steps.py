@@ -82,11 +82,11 @@ def test_whole_videos_are_a_table_of_their_own():
     assert "| 3.60× | 2.00× | 600 |" in counted
 
 
-def test_the_readme_has_a_short_table_of_a_whole_video():
+def test_the_summary_has_a_table_of_a_whole_video():
     steps_run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
-    assert "whole video" not in steps.short_steps(Path("x.json"), {"wan2.1-1.3b": steps_run})
+    assert "whole video" not in steps.short_tables({"wan2.1-1.3b": steps_run})
     runs = {"wan2.1-1.3b": steps_run, "wan2.1-1.3b-decoded": _video_run(0.61, 0.01)}
-    lines = steps.short_steps(Path("x.json"), runs).splitlines()
+    lines = steps.short_tables(runs).splitlines()
     assert lines[-4].startswith("| from the prompt's embeddings to frames | eager, s | compile, s | patched, s |")
     assert lines[-2:] == [
         "| a whole video of wan2.1-1.3b, 5×16×32, 2 steps, exact | 2.30 | 1.50 | 1.11 | 2.07× | 1.35× | 1.00× |",
@@ -94,15 +94,15 @@ def test_the_readme_has_a_short_table_of_a_whole_video():
     ]
     timings = runs["wan2.1-1.3b-decoded"]["variants"][-1]["timings"]
     timings["peak_memory"], timings["total"] = 2 * timings["peak_memory"], 2.6
-    assert "| 1.50 | **2.60** | 0.88× | 0.58× | **2.00×** |" in steps.short_steps(Path("x.json"), runs)
+    assert "| 1.50 | **2.60** | 0.88× | 0.58× | **2.00×** |" in steps.short_tables(runs)
     del runs["wan2.1-1.3b-decoded"]["variants"][1]
-    assert "| 2.30 | not run | **2.60** |" in steps.short_steps(Path("x.json"), runs)
+    assert "| 2.30 | not run | **2.60** |" in steps.short_tables(runs)
 
 
 def test_a_variant_that_was_not_run_says_so():
     run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
     run["settings"]["preset"] = "quantized"
-    table = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": step_run("x", 0.6, 0.5), "8-bit": run})
+    table = steps.short_tables({"wan2.1-1.3b": step_run("x", 0.6, 0.5), "8-bit": run})
     assert "| quantized | 900 | 600 | not run | 500 |" in table
 
 
@@ -111,7 +111,7 @@ def test_steps_of_all_tiers_are_in_the_short_tables():
     for tier in ("quantized", "sparse", "block_sparse"):
         runs[tier] = step_run(tier, compiled=0.6, patched=0.1)
         runs[tier]["settings"]["preset"] = tier
-    lines = steps.short_steps(Path("x.json"), runs).splitlines()
+    lines = steps.short_tables(runs).splitlines()
     assert [line.split(" | ")[1] for line in lines[-3:]] == ["quantized", "sparse", "block_sparse"]
     assert "6.00×" in lines[-1]
 
