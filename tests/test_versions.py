@@ -1,5 +1,6 @@
 """Newer packages than tested are warned of, and not refused."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -58,6 +59,36 @@ def test_nothing_is_said_of_the_packages_that_the_tests_run_with(newest_tested, 
     newest_tested(**versions.NEWEST_TESTED)
     trp.patch(tiny_wan_transformer())
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "is_known"),
+    [
+        ("2.11.0+cu130", "3.6.0", True),
+        ("2.14.1", "3.8.0", True),
+        ("2.14.1", "3.6.0", False),
+        ("2.1.0", "3.6.0", False),
+        ("2.15.0", "3.9.0", False),
+    ],
+)
+def test_pairs_that_ran_on_a_gpu_are_known(monkeypatch, torch, triton, is_known):
+    monkeypatch.setattr("torch.__version__", torch)
+    monkeypatch.setattr("triton.__version__", triton)
+    note = versions.unknown_pair_note()
+    assert (note is None) == is_known
+    assert is_known or f"torch {torch} with Triton {triton} yet, only torch 2.11 with Triton 3.6 and torch 2.14" in note
+
+
+def test_every_pair_of_the_results_is_known():
+    pairs = set()
+    for path in (ROOT / "results").glob("nvidia-*.json"):
+        runs = json.loads(path.read_text())["runs"].values()
+        environments = (run["environment"] for run in runs if "environment" in run)
+        pairs |= {tuple(".".join(each[name].split(".")[:2]) for name in ("torch", "triton")) for each in environments}
+    assert pairs
+    assert pairs <= set(versions.RAN_ON_A_GPU)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert all(re.search(rf"torch {torch}\S* with Triton {triton}", readme) for torch, triton in versions.RAN_ON_A_GPU)
 
 
 def test_the_newest_tested_are_within_what_pip_installs():

@@ -1,4 +1,7 @@
-"""The newest releases that the tests run with. Newer ones are not refused: `patch` warns of them once, `info` too."""
+"""The newest releases that the tests run with, and the pairs of torch and Triton that ran on a GPU.
+
+Others are not refused: `patch` warns of newer releases once, and `info` warns of both.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import re
 logger = logging.getLogger(__name__)
 
 NEWEST_TESTED = {"torch": "2.15", "triton": "3.9", "diffusers": "0.42", "transformers": "5"}
+
+# Pairs of torch and Triton that ran on a GPU: the first in results/, the second in a harness of its own.
+RAN_ON_A_GPU = (("2.11", "3.6"), ("2.14", "3.8"))
 
 
 def untested() -> list[str]:
@@ -29,6 +35,19 @@ def untested_note() -> str | None:
     if not found:
         return None
     return f"Not tested with {', '.join(found)}. Check the results once, with turbo-rcm verify."
+
+
+def unknown_pair_note() -> str | None:
+    """Return a sentence on the installed pair of torch and Triton if it did not run on a GPU yet, or None."""
+    installed = [importlib.import_module(name).__version__ for name in ("torch", "triton")]
+    pair = tuple(".".join(map(str, _numbers(version)[:2])) for version in installed)
+    if pair in RAN_ON_A_GPU:
+        return None
+    known = " and ".join(f"torch {torch} with Triton {triton}" for torch, triton in RAN_ON_A_GPU)
+    return (
+        f"On a GPU nobody ran torch {installed[0]} with Triton {installed[1]} yet, only {known}. Check the results "
+        "once, with turbo-rcm verify."
+    )
 
 
 @functools.cache

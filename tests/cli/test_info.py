@@ -1,17 +1,23 @@
 """`turbo-rcm info`."""
 
+import importlib
 import json
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
+import triton
 from diffusers import DiffusionPipeline
 
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
 from turbo_rcm_patch import versions
+from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.cli.info import without_private
+
+module = importlib.import_module("turbo_rcm_patch.cli.info")  # `commands` imports its function by this name
 
 
 def test_info(tmp_path, capsys):
@@ -21,6 +27,21 @@ def test_info(tmp_path, capsys):
     result = json.loads((tmp_path / "info.json").read_text())
     assert "torch reference" in result["kernels"]["self_attention: projection + skip"]
     assert result["environment"]["diffusers"] in printed
+
+
+@pytest.mark.parametrize("options", [[], ["--report"]])
+def test_a_pair_that_never_ran_on_a_gpu_is_warned_of_on_a_gpu(options, monkeypatch, capsys):
+    monkeypatch.setattr(versions, "RAN_ON_A_GPU", (("1.0", "2.0"),))
+    assert main(["info", "--device", "cpu", *options]) == 0
+    assert "On a GPU nobody ran" not in capsys.readouterr().out
+    monkeypatch.setattr(module, "choose_device", lambda arguments: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(module, "describe_environment", lambda device: describe_environment("cpu"))
+    monkeypatch.setattr(module, "choose_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(module, "load_embedded_pipeline", lambda *_: trp.load_embedded_pipeline())
+    monkeypatch.setattr(module, "tuned_tiers", lambda device: {})
+    assert main(["info", "--device", "cpu", *options]) == 0
+    expected = f"ran torch {torch.__version__} with Triton {triton.__version__} yet, only torch 1.0 with Triton 2.0."
+    assert expected in capsys.readouterr().out
 
 
 def test_a_report_is_markdown_without_what_is_private(saved_models, monkeypatch, capsys):

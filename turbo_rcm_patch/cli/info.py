@@ -15,7 +15,7 @@ from ..embedded import load_embedded_pipeline
 from ..kernels import tuned_tiers
 from ..patching import patch
 from ..patching.summary import beside_exact
-from ..versions import untested_note
+from ..versions import unknown_pair_note, untested_note
 from .files import write_json
 from .model_memory import memory_of_model
 from .pipelines import choose_device, choose_dtype
@@ -34,20 +34,21 @@ def info(arguments: argparse.Namespace) -> int:
     pipe = load_embedded_pipeline(choose_dtype(arguments, device), device)
     with patch(pipe) as applied:
         summary, rows = applied.summary(), applied.rows()
+    notes = list(filter(None, [untested_note(), unknown_pair_note() if device.type == "cuda" else None]))
     paragraphs = [summary, *beside_exact(tuned_tiers(device)), *paragraphs]
     shown = {name: value for name, value in environment.items() if value is not None}
     if arguments.report:
-        print(_report(shown, paragraphs))
+        print(_report(shown, notes, paragraphs))
     else:
         print(*(f"{name:16}{value}" for name, value in shown.items()), sep="\n")
-        print(*(f"\n{text}" for text in (untested_note(), *paragraphs) if text), sep="\n")
+        print(*(f"\n{text}" for text in (*notes, *paragraphs)), sep="\n")
     if arguments.json is not None:
         kernels = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
         write_json(arguments.json, {"environment": environment, "kernels": kernels, "memory": memory})
     return 0
 
 
-def _report(environment: dict[str, object], paragraphs: list[str]) -> str:
+def _report(environment: dict[str, object], notes: list[str], paragraphs: list[str]) -> str:
     """Return the same as Markdown, without what is private."""
     rows = {**environment, "system": platform.platform()}
     for name in OTHER_PACKAGES:
@@ -55,8 +56,7 @@ def _report(environment: dict[str, object], paragraphs: list[str]) -> str:
             rows[name] = importlib.metadata.version(name)
     rows |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
     lines = ["| what | here |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
-    note = untested_note()
-    parts = ["### turbo-rcm info", "\n".join(lines), *([note] if note else [])]
+    parts = ["### turbo-rcm info", "\n".join(lines), *notes]
     parts.append("Kernels of the tiny model that the package includes:")
     parts += [f"```\n{text}\n```" for text in paragraphs]
     return without_private("\n\n".join(parts))
