@@ -20,6 +20,8 @@ _HOME_OF = {
     "TextEncoderPatch": "patching",
     "use_distilled": "patching",
     "use_rcm": "patching",
+    "use_tiny_vae": "patching",
+    "TinyVae": "patching",
     "load_converted": "patching",
     "load_turbodiffusion": "patching",
     "merge_turbodiffusion": "patching",
@@ -64,6 +66,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from .patching import Patch as Patch
     from .patching import PatchError as PatchError
     from .patching import TextEncoderPatch as TextEncoderPatch
+    from .patching import TinyVae as TinyVae
     from .patching import load_converted as load_converted
     from .patching import load_turbodiffusion as load_turbodiffusion
     from .patching import merge_turbodiffusion as merge_turbodiffusion
@@ -72,6 +75,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from .patching import restore as restore
     from .patching import use_distilled as use_distilled
     from .patching import use_rcm as use_rcm
+    from .patching import use_tiny_vae as use_tiny_vae
     from .recipes import RECIPES as RECIPES
     from .recipes import Recipe as Recipe
     from .scheduler import FewStepScheduler as FewStepScheduler

@@ -6,6 +6,7 @@ weights/     weights in 8 bits
 lora/        LoRA files, and LoRA layers inside projections
 sampling/    few-step sampling
 text_encoder/    the text encoder of a pipeline
+tiny_vae/    a tiny VAE that decodes in place of a pipeline's own
 """
 
 from .apply import Patch, patch, restore
@@ -13,6 +14,7 @@ from .errors import PatchError
 from .sampling.use_distilled import use_distilled
 from .sampling.use_rcm import use_rcm
 from .text_encoder import TextEncoderPatch, patch_text_encoder
+from .tiny_vae import TinyVae, use_tiny_vae
 from .weights.load import load_converted
 from .weights.turbodiffusion import load_turbodiffusion, merge_turbodiffusion
 
@@ -20,6 +22,7 @@ __all__ = [
     "Patch",
     "PatchError",
     "TextEncoderPatch",
+    "TinyVae",
     "load_converted",
     "load_turbodiffusion",
     "merge_turbodiffusion",
@@ -28,4 +31,5 @@ __all__ = [
     "restore",
     "use_distilled",
     "use_rcm",
+    "use_tiny_vae",
 ]

@@ -1,0 +1,179 @@
+"""A tiny VAE decodes as published, in place of a pipeline's own VAE, until it is taken off."""
+
+import copy
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import turbo_rcm_patch as trp
+from tests.patching.tiny_vae.published import KINDS, WIDTHS, published_video, tiny_file
+from tests.tiny_vae import tiny_vae
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.bench.metrics import relative_l2
+from turbo_rcm_patch.patching.tiny_vae import network
+
+ROUNDING = 1e-5  # of some sixty layers in fp32
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(network, "WIDTHS", WIDTHS)
+
+
+def vae_for(kind, **options):
+    return tiny_vae("wan 2.1" if KINDS[kind][2] == 1 else "residual", **options, **mean_and_deviation(KINDS[kind][1]))
+
+
+def mean_and_deviation(channels):
+    return {
+        "z_dim": channels,
+        "latents_mean": torch.linspace(-1, 1, channels).tolist(),
+        "latents_std": torch.linspace(1, 3, channels).tolist(),
+    }
+
+
+def latents(vae, frames=3, batch=2):
+    """Return latents as the transformer makes them, [B, F, C, h, w], and as a pipeline gives them to the VAE."""
+    torch.manual_seed(1)
+    made = 2 * torch.randn(batch, frames, vae.config.z_dim, 3, 5)
+    mean, deviation = (
+        torch.tensor(values).view(-1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return made, (made * deviation + mean).movedim(1, 2)
+
+
+def published_sample(file, kind, made):
+    """Return the published sample [B, 3, T, H, W] in [-1, 1], in fp64."""
+    tensors = {name: tensor.double() for name, tensor in load_file(file).items()}
+    return published_video(tensors, kind, made.double()).movedim(2, 1) * 2 - 1
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_are_the_published_ones(tmp_path, monkeypatch, kind, frames):
+    """Whether all latent frames are decoded at once or one at a time."""
+    vae, file = vae_for(kind), tiny_file(tmp_path, kind)
+    made, z = latents(vae, frames)
+    expected = published_sample(file, kind, made)
+    assert expected.shape[2] == 1 + 4 * (frames - 1)
+    assert expected.std() > 0.2
+    with trp.use_tiny_vae(vae, file):
+        at_once = vae.decode(z).sample
+        monkeypatch.setattr("turbo_rcm_patch.patching.tiny_vae.decoding.WORKING_SET", 0)
+        (alone,) = vae.decode(z, return_dict=False)
+    for sample in (at_once, alone):
+        assert relative_l2(sample, expected) < ROUNDING
+
+
+def test_a_layer_that_makes_more_frames_gives_its_last_one(tmp_path):
+    vae, file = vae_for("taew2_1"), tiny_file(tmp_path, wide=True)
+    made, z = latents(vae)
+    with trp.use_tiny_vae(vae, file):
+        assert relative_l2(vae.decode(z).sample, published_sample(file, "taew2_1", made)) < ROUNDING
+
+
+@pytest.mark.parametrize("first", ["patch", "tiny vae"])
+def test_a_pipeline_with_a_patch_decodes_itself_after_both_are_undone(tmp_path, first):
+    pipe, file = tiny_wan_pipeline(), tiny_file(tmp_path)
+    generate = lambda: pipe(**tiny_call(output_type="np"), generator=torch.Generator().manual_seed(2)).frames  # noqa: E731
+    own, keys = generate(), set(pipe.vae.state_dict())
+    handles = [trp.patch(pipe), trp.use_tiny_vae(pipe, file)]
+    if first == "tiny vae":
+        for handle in handles[::-1]:
+            handle.restore()
+        handles = [trp.use_tiny_vae(pipe, file), trp.patch(pipe)]
+    tiny = generate()
+    assert tiny.shape == own.shape
+    assert abs(tiny - own).mean() > 0.05
+    assert set(pipe.vae.state_dict()) == keys
+    for handle in handles:
+        handle.restore()
+    assert (generate() == own).all()
+    assert "decode" not in vars(pipe.vae)
+
+
+def test_an_image_of_qwens_vae(tmp_path):
+    vae, file = tiny_vae("qwen image"), tiny_file(tmp_path)
+    _, z = latents(vae, frames=1)
+    with trp.use_tiny_vae(vae, file):
+        assert vae.decode(z).sample.shape == (2, 3, 1, 24, 40)
+
+
+def test_a_copy_decodes_with_its_own_network_and_the_original_encodes(tmp_path):
+    vae = vae_for("taew2_1")
+    _, z = latents(vae)
+    video = torch.rand(1, 3, 5, 16, 16)
+    own, moments = vae.decode(z).sample, vae.encode(video).latent_dist.parameters
+    handle = trp.use_tiny_vae(vae, tiny_file(tmp_path))
+    tiny, twin = vae.decode(z).sample, copy.deepcopy(vae)
+    assert torch.equal(vae.encode(video).latent_dist.parameters, moments)
+    handle.restore()
+    assert torch.equal(twin.decode(z).sample, tiny)
+    assert torch.equal(vae.decode(z).sample, own)
+    assert str(handle) == "tiny VAE: restored"
+
+
+def test_it_computes_in_the_files_dtype_or_as_asked(tmp_path):
+    vae, file = vae_for("taew2_1"), tiny_file(tmp_path, dtype=torch.float16)
+    with trp.use_tiny_vae(vae, file) as handle:
+        assert str(handle) == "tiny VAE: taew2_1.safetensors decodes, base layout, in float16"
+    _, z = latents(vae)
+    with trp.use_tiny_vae(vae, file, dtype=torch.float32) as handle:
+        assert "float32" in str(handle)
+        assert vae.decode(z.bfloat16()).sample.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("file", "error"),
+    [
+        (lambda folder: tiny_file(folder, name="taehv1_5.safetensors"), "for other latents than Wan's"),
+        (
+            lambda folder: tiny_file(folder, "taew2_2"),
+            "latents of 48 channels, 16 pixels wide each; this VAE's have 16",
+        ),
+        (lambda folder: tiny_file(folder, channels=24), "latents of 24 channels"),
+        (lambda folder: tiny_file(folder, decoder_22_weight=None), "no first or no last convolution"),
+        (lambda folder: tiny_file(folder, decoder_4_conv_0_bias=None), "it lacks decoder.4.conv.0.bias"),
+        (lambda folder: tiny_file(folder, decoder_23_weight=torch.ones(3)), "it has decoder.23.weight"),
+        (lambda folder: tiny_file(folder, decoder_8_weight=torch.ones(2, 2)), "decoder.8.weight is (2, 2), not (6, 8"),
+        (lambda folder: folder / "no.safetensors", "no.safetensors"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_by_what_it_has(tmp_path, file, error):
+    vae = vae_for("taew2_1")
+    before = dict(vars(vae))
+    with pytest.raises(ValueError, match=re.escape(error)):
+        trp.use_tiny_vae(vae, file(tmp_path))
+    assert vars(vae) == before
+
+
+def test_what_has_no_such_vae_or_has_a_tiny_one_is_refused(tmp_path):
+    pipe, file = tiny_wan_pipeline(), tiny_file(tmp_path)
+    with pytest.raises(trp.PatchError, match="there is a WanTransformer3DModel"):
+        trp.use_tiny_vae(pipe.transformer, file)
+    handle = trp.use_tiny_vae(pipe, file)
+    with pytest.raises(trp.PatchError, match="a tiny VAE decodes already"):
+        trp.use_tiny_vae(pipe, file)
+    tiny = pipe.vae.decode
+    pipe.vae.decode = lambda z: tiny(z)
+    with pytest.raises(trp.PatchError, match="was replaced after use_tiny_vae"):
+        handle.restore()
+    pipe.vae.decode = tiny
+    handle.restore()
+    with pytest.raises(trp.PatchError, match="nothing to restore"):
+        handle.restore()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_gives_the_published_frames_in_half_precision(tmp_path, monkeypatch, kind):
+    """At the real widths, with channels last."""
+    monkeypatch.setattr(network, "WIDTHS", {"base": (256, 128, 64, 64), "super": (512, 256, 128, 64)})
+    vae, file = vae_for(kind).to("cuda"), tiny_file(tmp_path, kind, dtype=torch.float16)
+    made, z = latents(vae.to("cpu"))
+    expected = published_sample(file, kind, made.half())
+    with trp.use_tiny_vae(vae, file):
+        sample = vae.decode(z.cuda()).sample.cpu()
+    assert relative_l2(sample, expected) < 0.01

@@ -1,0 +1,153 @@
+"""use_tiny_vae: let a tiny VAE decode in place of a pipeline's own. After any failure nothing is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MethodType
+
+import torch
+from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.utils.accelerate_utils import apply_forward_hook
+from torch import nn
+
+from ...checkpoints.lazy import open_tensors
+from ...plain import function_bound_to
+from ...wording import with_article
+from ..errors import PatchError
+from ..families.vae import is_vae
+from .network import EDGE, FIRST, GROWTH, TinyDecoder, layout_of, load
+
+_NETWORK = "_turbo_rcm_patch_tiny_vae"  # the attribute of a VAE that holds the decoder
+OTHERS = ("taehv", "taecvx", "taeos", "taeltx", "taeh3", "taem1", "taesd")  # published for other latents, by file name
+WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
+ALIVE = 4  # tensors of the last width that live together, for each pixel
+
+
+class TinyVae:
+    """A tiny VAE on a pipeline's VAE, and how to undo it. It is a context manager that restores on exit.
+
+    Attributes:
+        vae: the VAE whose ``decode`` is the tiny VAE's. It still encodes.
+    """
+
+    def __init__(self, vae: nn.Module, name: str):
+        self.vae, self._name = vae, name
+
+    @property
+    def active(self) -> bool:
+        """True until `restore`."""
+        return _NETWORK in vars(self.vae)
+
+    def restore(self) -> None:
+        """Let the VAE decode again. Raises PatchError if it does already, or if its ``decode`` was replaced since."""
+        if not self.active:
+            raise PatchError("nothing to restore: the VAE decodes itself already.")
+        if function_bound_to(self.vae, vars(self.vae).get("decode")) is not decode:
+            raise PatchError("cannot restore: the VAE's decode was replaced after use_tiny_vae; take that off first.")
+        del vars(self.vae)["decode"], vars(self.vae)[_NETWORK]
+
+    def __str__(self) -> str:
+        if not self.active:
+            return "tiny VAE: restored"
+        network = vars(self.vae)[_NETWORK]
+        dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
+        return f"tiny VAE: {self._name} decodes, {network.layout} layout, in {dtype}"
+
+    def __enter__(self) -> TinyVae:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.active:
+            self.restore()
+
+
+def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None = None) -> TinyVae:
+    """Let a tiny VAE decode: frames in a fraction of the time and memory, of somewhat lower quality.
+
+    The pipeline's own VAE stays for encoding, and its ``decode`` comes back with the handle's ``restore()``.
+
+    Args:
+        target: a diffusers pipeline whose VAE is an AutoencoderKLWan or AutoencoderKLQwenImage, or the VAE.
+        file: a published file of TAEHV, .safetensors or .pth (code in it does not run): taew2_1 for Wan 2.1, A14B and
+            Qwen-Image, taew2_2 or taew2_2_super for TI2V-5B.
+        dtype: what the network computes in. Default: the dtype of the file's weights, float16 as published.
+
+    Raises:
+        ValueError: the file cannot be read, has another layout, or is for other latents than the VAE's.
+        PatchError: the target has no such VAE, or has a tiny VAE already, or its ``decode`` was replaced.
+    """
+    vae = _vae_of(target)
+    file = Path(file).expanduser()
+    if file.name.lower().startswith(OTHERS):
+        raise ValueError(f"{file.name} is for other latents than Wan's and Qwen-Image's; give taew2_1 or taew2_2.")
+    with open_tensors(file) as tensors:
+        try:
+            network = layout_of({name: torch.Size(tensor.shape) for name, tensor in tensors.items()})
+        except ValueError as error:
+            raise ValueError(f"{file} is no tiny VAE that is known: {error}") from None
+        _check_latents(vae, network, file)
+        load(network, {name: tensor.load() for name, tensor in tensors.items() if name.startswith("decoder.")})
+    dtype = dtype or next(network.parameters()).dtype
+    network.requires_grad_(False).eval().to(dtype=dtype, memory_format=torch.channels_last)
+    vars(vae)[_NETWORK] = network  # not a submodule: the VAE's state_dict stays the same
+    vars(vae)["decode"] = MethodType(decode, vae)
+    return TinyVae(vae, file.name)
+
+
+def _vae_of(target: object) -> nn.Module:
+    vae = target if isinstance(target, nn.Module) else getattr(target, "vae", None)
+    if not is_vae(vae):
+        found = "no VAE" if vae is None else with_article(type(vae).__name__)
+        raise PatchError(f"use_tiny_vae needs an AutoencoderKLWan or AutoencoderKLQwenImage; there is {found}.")
+    if _NETWORK in vars(vae):
+        raise PatchError("a tiny VAE decodes already; call restore() on its handle first.")
+    if "decode" in vars(vae):
+        raise PatchError("the VAE's decode was replaced; take that off first.")
+    return vae
+
+
+def _check_latents(vae: nn.Module, network: TinyDecoder, file: Path) -> None:
+    theirs = network.latent_channels, EDGE * network.patch_size
+    own = vae.config.z_dim, vae.spatial_compression_ratio
+    if theirs != own:
+        raise ValueError(
+            f"{file.name} decodes latents of {theirs[0]} channels, {theirs[1]} pixels wide each; this VAE's have "
+            f"{own[0]} and {own[1]}. taew2_1 is for Wan 2.1, A14B and Qwen-Image, taew2_2 for TI2V-5B."
+        )
+
+
+@apply_forward_hook  # as diffusers' decode: offloading of whole models moves the model before this one away
+@torch.no_grad()
+def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+    """Replace a VAE's ``decode``; bound on the instance.
+
+    z: [B, z_dim, F, h, w] -> the sample [B, 3, 1 + 4 (F - 1), H, W] in [-1, 1], in z's dtype.
+    """
+    network: TinyDecoder = vars(self)[_NETWORK].to(z.device)
+    dtype = next(network.parameters()).dtype
+    mean, deviation = (
+        torch.tensor(values, device=z.device).view(1, -1, 1, 1, 1)
+        for values in (self.config.latents_mean, self.config.latents_std)
+    )
+    latents = ((z.float() - mean) / deviation).to(dtype).movedim(1, 2)  # as the transformer made them
+    B, count, _, height, width = latents.shape
+    shape = B, 3, count * _growth(), height * self.spatial_compression_ratio, width * self.spatial_compression_ratio
+    sample, done, before = z.new_empty(shape), 0, {}
+    for part in latents.split(_at_once(network, latents), 1):
+        frames = network(part, before).movedim(2, 1)
+        sample[:, :, done : done + frames.shape[2]] = frames * 2 - 1
+        done += frames.shape[2]
+    sample = sample[:, :, FIRST:]
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def _growth() -> int:
+    """Return how many frames a latent frame becomes."""
+    return GROWTH[0] * GROWTH[1] * GROWTH[2]
+
+
+def _at_once(network: TinyDecoder, latents: torch.Tensor) -> int:
+    """Return the number of latent frames to decode at a time."""
+    B, _, _, height, width = latents.shape
+    last = network.decoder[-1].in_channels * _growth() * height * width * EDGE**2
+    return max(1, WORKING_SET // (ALIVE * B * last * latents.itemsize))
