@@ -26,6 +26,8 @@ def speed_up(pipe: WanPipeline) -> str:
         trp.patch(pipe, config)
     trp.restore(pipe)
     encoder: trp.TextEncoderPatch = trp.patch_text_encoder(pipe, in_8_bits=True)
+    tiny: trp.TinyVae = trp.use_tiny_vae(pipe, "taew2_1.safetensors")
+    tiny.restore()
     encoder.restore()
     trp.patch(pipe, 3)  # type: ignore[arg-type]
     trp.patched(pipe)  # type: ignore[attr-defined]

@@ -10,11 +10,13 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.cli.running import ALLOCATOR, CAPTION, TINY, error_of
+from tests.patching.tiny_vae.published import WIDTHS, tiny_file
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.cli import commands, main, pipelines
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.files import write_video
 from turbo_rcm_patch.patching.steps.plan import is_patched
+from turbo_rcm_patch.patching.tiny_vae import network
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.shapes import grammar
 
@@ -80,6 +82,21 @@ def test_generate_no_patch_and_a_saved_model(tmp_path, capsys, saved_models):
     assert "self_attention" not in capsys.readouterr().out
     patched, plain = (iio.imread(output).astype(float) for output in outputs)
     assert np.abs(patched - plain).mean() < 1
+
+
+def test_generate_with_a_tiny_vae(tmp_path, capsys, saved_models, monkeypatch):
+    monkeypatch.setattr(network, "WIDTHS", WIDTHS)
+    file, outputs = tiny_file(tmp_path), [tmp_path / "own.mp4", tmp_path / "tiny.mp4"]
+    options = ["--model", str(saved_models / "t2v"), *TINY]
+    assert main(["generate", "a fox", "-o", str(outputs[0]), *options]) == 0
+    assert main(["generate", "a fox", "-o", str(outputs[1]), *options, "--tiny-vae", str(file)]) == 0
+    own, tiny = (iio.imread(output).astype(float) for output in outputs)
+    assert own.shape == tiny.shape
+    assert np.abs(own - tiny).mean() > 5
+    capsys.readouterr()
+    other = tiny_file(tmp_path, "taew2_2")
+    assert main(["generate", "a fox", "-o", str(outputs[1]), *options, "--tiny-vae", str(other)]) == 2
+    assert "--tiny-vae: taew2_2.safetensors decodes latents of 48 channels" in capsys.readouterr().err
 
 
 def test_generate_from_an_image(tmp_path, saved_models):

@@ -56,6 +56,8 @@ def _add_generate(commands) -> None:
     add_generation_options(parser)
     _add_vram(parser, "the patched pipeline")
     _add_text_encoder(parser, "store the text encoder's weights in 8 bits: half the memory, slightly other embeddings")
+    tiny = "decode with a tiny VAE of TAEHV, such as taew2_1.safetensors: faster, with less memory, of lower quality"
+    parser.add_argument("--tiny-vae", type=Path, metavar="FILE", help=tiny)
 
 
 def _add_vram(parser: argparse.ArgumentParser, what: str) -> None:

@@ -21,7 +21,7 @@ from ..bench.cases import (
     structured_inputs,
 )
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
-from ..patching import PatchError, patch_text_encoder
+from ..patching import PatchError, patch_text_encoder, use_tiny_vae
 from ..patching.families import CASES, pipeline_of
 from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
@@ -126,6 +126,11 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     pipe.set_progress_bar_config(disable=None)  # none where stderr is a file
     if getattr(arguments, "text_encoder", None) is not None:
         patch_text_encoder(pipe, in_8_bits=True, restorable=False)
+    if getattr(arguments, "tiny_vae", None) is not None:
+        try:
+            use_tiny_vae(pipe, arguments.tiny_vae)
+        except ValueError as error:
+            raise CommandError(f"--tiny-vae: {error}") from None
     if arguments.offload:
         pipe.enable_model_cpu_offload(device=device)
     elif getattr(arguments, "vram", None) is None:  # else `fit` moves the models
