@@ -74,15 +74,22 @@ def why_not_norm(norm: torch.nn.Module, expected: type, device: torch.device) ->
 
 
 def why_not_read(
-    module: torch.nn.Module, known: tuple[type, ...], device: torch.device, forward: object | None = None
+    module: torch.nn.Module,
+    known: tuple[type, ...],
+    device: torch.device,
+    forward: object | None = None,
+    *,
+    is_known: bool = False,
 ) -> str | None:
     """Return the reason why a module's result may depend on more than its own parameters' values, or None.
 
     known: the classes whose results depend on nothing else. forward: a forward on the instance that is known too.
+    is_known: True if the hooks that replace the module's forward depend on nothing else either.
     """
     if type(module) not in known:
         return _odd_class(module)
-    return hook_on(module, forward) or _odd_weight(module) or _elsewhere(module, device)
+    hook = hook_around_forward(module) if is_known else hook_on(module, forward)
+    return hook or _odd_weight(module) or _elsewhere(module, device)
 
 
 def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | None:

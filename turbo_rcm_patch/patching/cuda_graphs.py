@@ -28,6 +28,15 @@ Function = Callable[..., Output]  # from inputs
 
 KINDS_KEPT = 4
 
+# What a process can do with a call, in the order of its progress. Processes that compute together do the least of all.
+UNABLE, UNSEEN, SEEN, RECORDED = range(4)
+Agree = Callable[[int], int]  # (this process's) -> the least of all
+
+
+def alone(progress: int) -> int:
+    """The `Agree` of a process that computes alone."""
+    return progress
+
 
 class Graphs:
     """The recorded calls of one function: at most KINDS_KEPT, the least recently used is dropped first.
@@ -62,19 +71,39 @@ class Graphs:
         recorder = self._recorder
         return recorder.reserved_bytes if recorder is not None else 0
 
-    def run(self, key: Hashable, function: Function, inputs: Inputs) -> Output:
-        """Return ``function(*inputs)``, replayed if the key has come before. The caller may keep the result."""
+    def run(
+        self, key: Hashable, function: Function, inputs: Inputs, agree: Agree = alone, reason: str | None = None
+    ) -> Output:
+        """Return ``function(*inputs)``, replayed if the key has come before. The caller may keep the result.
+
+        agree: asks all processes that compute together. Each of them must call this, in any state: collectives are
+            recorded and replayed by all or by none.
+        reason: why this process can neither record nor replay the call, or None.
+        """
         with self._lock:
-            if self.failure is None and key not in self._recordings:
+            reason = reason or self.failure
+            own = UNABLE if reason is not None else self._progress(key)
+            progress = agree(own)
+            if progress < own:
+                self._recordings.pop(key, None)
+            if progress == UNSEEN:
                 return self._run_first(key, function, inputs)
-            if self.failure is None and self._recordings[key] is None:
+            if progress == SEEN:
                 self._record(key, function, inputs)
-            if self.failure is not None:
-                self.eager[self.failure] += 1
+                if not agree(int(self.failure is None)) and self.failure is None:
+                    self._fail("recording failed on another GPU")
+                reason = self.failure
+            if progress == UNABLE or reason is not None:
+                self.eager[reason or "another GPU runs without"] += 1
                 return function(*inputs)
             self._recordings.move_to_end(key)
             self.replays += 1
             return self._recordings[key].replay(inputs)
+
+    def _progress(self, key: Hashable) -> int:
+        if key not in self._recordings:
+            return UNSEEN
+        return SEEN if self._recordings[key] is None else RECORDED
 
     def clear(self) -> None:
         """Forget all recordings and give their memory back."""
@@ -111,14 +140,18 @@ class Graphs:
         except Exception as error:
             # CUDA reports the end of a broken capture after its cause.
             cause = traceback.format_exception_only(error.__context__ or error)[0].partition("\n")[0]
-            self.failure = f"recording failed ({cause})"
-            self._recordings.clear()
-            self._recorder = None
-            logger.warning(
-                "No CUDA graphs from now on: %s. If PyTorch then reports errors of its allocator or random generator, "
-                "restart the process and patch with cuda_graph='off'.",
-                self.failure,
-            )
+            self._fail(f"recording failed ({cause})")
+
+    def _fail(self, failure: str) -> None:
+        """Forget everything, warn, and record nothing from now on."""
+        self.failure = failure
+        self._recordings.clear()
+        self._recorder = None
+        logger.warning(
+            "No CUDA graphs from now on: %s. If PyTorch then reports errors of its allocator or random generator, "
+            "restart the process and patch with cuda_graph='off'.",
+            self.failure,
+        )
 
     def __reduce__(self) -> tuple:
         """Copy and pickle as empty: a recording holds addresses of the copied modules."""

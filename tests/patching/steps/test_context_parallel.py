@@ -1,21 +1,24 @@
 """Context parallelism: the ranks of a patched model compute together what one process does, with our attention."""
 
+import contextlib
 import functools
 from functools import partial
 
 import pytest
 import torch
-from diffusers import ContextParallelConfig
+from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models._modeling_parallel import ParallelConfig
 from torch.distributed.device_mesh import init_device_mesh
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
 from tests.patching.launches import around_launches
+from tests.patching.parallel_graphs import SCENARIOS, STEPS, run_graphs, step_inputs
 from tests.patching.steps.test_sparse_linear import with_own_projections
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import reference
+from turbo_rcm_patch.patching.families.wan.graph import GRAPHED
 from turbo_rcm_patch.patching.steps.context_parallel import ulysses_attention, why_not_between_all_to_alls
 
 ULYSSES, RING = {"ulysses_degree": RANKS}, {"ring_degree": RANKS}
@@ -80,6 +83,7 @@ def on_cpu(rank):
         "ring": [ring(patched) for patched in (True, False)],
         "gradients": [gradients(patched) for patched in (True, False)],
         "compiled": compiled(),
+        "graphs": run_graphs(rank, lambda model: model.enable_parallelism(config=parallel_config(**ULYSSES))),
         "tiers": {name: in_tier(name, ULYSSES) for name in TIERS},
         "quantized, shares of any size": in_tier("quantized", ANYTHING),
     }
@@ -297,6 +301,38 @@ def test_a_quantized_model_with_shares_of_any_size_takes_the_exact_attention(ran
         assert "ulysses_anything (2)" in row(summary, "self_attention", " attention ")
 
 
+@functools.cache
+def expected_steps(config=None):
+    model = tiny_wan_transformer()
+    with torch.no_grad(), trp.patch(model, config) if config is not None else contextlib.nullcontext():
+        return [model(**step_inputs(model, step))[0] for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_graph_is_recorded_and_replayed_by_all_ranks_or_by_none(ranks, name):
+    alone = expected_steps(trp.Quantized(cuda_graph="off") if name == "quantized" else None)
+    for results in ranks:
+        outputs, _, _ = results["graphs"][name]
+        for number, output in enumerate(outputs):
+            # Sums in another order move some roundings to 8 bits.
+            rounding = relative_error(alone[number % STEPS], expected_steps()[number % STEPS])
+            assert relative_error(output, alone[number % STEPS]) <= max(rounding, 1e-5)
+    notes, replayed = ([results["graphs"][name][i] for results in ranks] for i in (1, 2))
+    if name == "one has a hook":
+        assert replayed == [(0, STEPS - 1)] * 2  # then, all see the call for the first time
+        assert "another GPU runs without (4)" in notes[0]
+        assert "none now: torch hook" in notes[1]
+    elif name == "one fails":
+        assert replayed == [0, 0]
+        assert "none now: recording failed on another GPU" in notes[0]
+        assert "none now: recording failed (RuntimeError: out of memory)" in notes[1]
+    elif name == "one moved its weights":
+        assert replayed == [2 * (STEPS - 1)] * 2
+    else:
+        assert replayed == [STEPS - 1] * 2, notes
+        assert notes[0] == notes[1]
+
+
 def test_compiled_blocks(ranks):
     model = tiny_wan_transformer(layers=1)
     with torch.no_grad():
@@ -319,6 +355,26 @@ def test_compiled_blocks(ranks):
 def test_why_not(degrees, heads, differentiated, reason):
     config = ParallelConfig(context_parallel_config=ContextParallelConfig(**degrees))
     assert why_not_between_all_to_alls(config, heads, differentiated=differentiated) == reason
+
+
+@pytest.mark.parametrize(
+    ("frames", "ranks", "config", "is_recorded"),
+    [
+        (21, 1, trp.Exact(), False),  # 81 frames at 832×480
+        (21, 2, trp.Exact(), True),
+        (21, 4, trp.Exact(), True),
+        (41, 2, trp.Exact(), False),  # 161 frames
+        (41, 2, trp.Sparse(), True),
+    ],
+)
+def test_steps_that_are_recorded_at_the_size_of_wan_1_3b(frames, ranks, config, is_recorded):
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, num_layers=1)
+        latents = torch.empty(1, 16, frames, 60, 104)
+    if ranks > 1:
+        degrees = ContextParallelConfig(ulysses_degree=ranks)
+        model._parallel_config = ParallelConfig(context_parallel_config=degrees)
+    assert GRAPHED.is_large(model, (latents,), config) != is_recorded
 
 
 @pytest.mark.gpu

@@ -16,8 +16,10 @@ from torch import nn
 from ...config import PatchConfig
 from ...plain import function_bound_to
 from ..changes import WhileUnchanged
-from ..cuda_graphs import Graphs, Inputs, Output, call_key, why_not_recorded
+from ..cuda_graphs import Graphs, Inputs, Output, alone, call_key, why_not_recorded
+from ..journal import forward_below_hooks
 from ..lora.inside_projections import LIVE
+from ..steps.context_parallel import least_of_all, only_shares_tokens, ranks_of
 from ..steps.plan import Shared, active_backend
 from ..steps.residual import warn_of_saturation
 
@@ -59,6 +61,8 @@ class TransformerGraphs:
         """
         is_own = called is self._transformer
         reason = self._why_not_call(inputs, reason) if is_own else "a shallow copy of the model"
+        if reason is None and not self._is_parallel:
+            reason = self._why_not_here(inputs[0].device)  # other GPUs must learn of it: see `run`
         if reason is not None:
             self._graphs.eager[reason] += 1
         return reason is None
@@ -67,10 +71,18 @@ class TransformerGraphs:
         """Return the transformer's result: computed when inputs of these shapes first come, replayed later.
 
         options: the arguments of the call that are no tensors.
+
+        Under context parallelism every GPU calls this, even if it can only run eagerly: they tell each other.
         """
-        self._follow_lora()
+        agree, reason, device = alone, None, inputs[0].device
+        if self._is_parallel:
+            agree = partial(least_of_all, self._transformer._parallel_config, device)
+            reason = self._why_not_here(device)
+        if reason is None:
+            self._follow_lora()
         key = *call_key(inputs), options, self._shared.why_exact_attention()
-        result = self._graphs.run(key, partial(self._graphed.compute, self._transformer, options), inputs)
+        compute = partial(self._graphed.compute, self._transformer, options)
+        result = self._graphs.run(key, compute, inputs, agree, reason)
         warn_of_saturation(self._shared)
         return result
 
@@ -98,29 +110,37 @@ class TransformerGraphs:
         return f"CUDA graphs ({self._shared.config.cuda_graph}): {'; '.join(filter(None, parts))}"
 
     def _why_not_call(self, inputs: Inputs, given: str | None) -> str | None:
-        """Return why this call runs without a graph, or None. Cheap checks come first."""
+        """Return why this call runs without a graph, or None. All GPUs that share the tokens find the same reason."""
         reason = why_not_recorded(inputs) or given
         if reason is not None:
             return reason
-        if inputs[0].device != self._device:
-            return f"inputs on {inputs[0].device}"
         config = self._shared.config
         if config.cuda_graph == "auto" and self._graphed.is_large(self._transformer, inputs, config):
             return "too large to gain"
-        return self._why_not_now()
+        return self._why_never()
+
+    def _why_never(self) -> str | None:
+        """Return why no call runs as a graph from now on, or None."""
+        return "cuda_graph='off'" if self._shared.config.cuda_graph == "off" else self._graphs.failure
+
+    def _why_not_here(self, device: torch.device) -> str | None:
+        """Return why a call with inputs on a device cannot run as a graph in this process, or None."""
+        return f"inputs on {device}" if device != self._device else self._why_not_now()
 
     def _why_not_now(self) -> str | None:
         """Return why no call of the model in its present state can run as a graph, or None."""
-        if self._shared.config.cuda_graph == "off":
-            return "cuda_graph='off'"
+        if (reason := self._why_never()) is not None:
+            return reason
         if self._transformer not in self._forwards:
             return "the model had a hook when it was patched"
-        if self._graphs.failure:
-            return self._graphs.failure
         backend = active_backend()
         if backend != AttentionBackendName.NATIVE:
             return f"attention backend {AttentionBackendName(backend).value}"
         return self._why_not_recordable.get(self._device)
+
+    @property
+    def _is_parallel(self) -> bool:
+        return ranks_of(self._transformer._parallel_config) > 1
 
     def _follow_lora(self) -> None:
         """Update the products of LoRAs in the memory that recordings read. Forget recordings if that does not do."""
@@ -136,7 +156,8 @@ class TransformerGraphs:
 
     def _own_forward(self, module: nn.Module) -> Callable | None:
         """Return the forward on a module if the patch, or a copy of it, put it there. Otherwise return None."""
-        forward, known = vars(module).get("forward"), self._forwards.get(module)
+        forward = forward_below_hooks(module) if only_shares_tokens(module) else vars(module).get("forward")
+        known = self._forwards.get(module)
         return forward if known is not None and function_bound_to(module, forward) is known else None
 
     def _objects_read(self) -> list[object]:

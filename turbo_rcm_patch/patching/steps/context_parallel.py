@@ -1,4 +1,4 @@
-"""Our attention under diffusers' context parallelism: each of W ranks holds S/W tokens of all H heads.
+"""Our attention under diffusers' context parallelism: each of W ranks (GPUs) holds S/W tokens of all H heads.
 
 Ulysses: an all-to-all of q, k and v gives every rank all S tokens of H/W heads. Each rank runs ordinary attention on
 them, in 8 bits or sparse too. Another all-to-all takes the output back (Jacobs et al. 2023, DeepSpeed Ulysses).
@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
 from diffusers.models._modeling_parallel import ParallelConfig
+from torch import nn
 
 if dist.is_available():
     # torch.compile can trace these collectives.
@@ -32,6 +34,38 @@ def why_not_between_all_to_alls(parallel_config: ParallelConfig, heads: int, *, 
     if heads % config.ulysses_degree:
         return f"{heads} heads on {config.ulysses_degree} ranks"
     return "autograd under context parallelism" if differentiated else None
+
+
+def ranks_of(parallel_config: ParallelConfig | None) -> int:
+    """Return the number of GPUs that share the tokens of a sample."""
+    config = None if parallel_config is None else parallel_config.context_parallel_config
+    return 1 if config is None else config.ulysses_degree * config.ring_degree
+
+
+def least_of_all(parallel_config: ParallelConfig, device: torch.device, value: int) -> int:
+    """Return the least value of the ranks that share the tokens of a sample. All must call this.
+
+    The ranks ask each other on the CPU if their process group has a backend for it, as by default. Otherwise they do so
+    on this device, and wait for it.
+    """
+    group = parallel_config.context_parallel_config._flattened_mesh.get_group()
+    cpu = torch.device("cpu")
+    values = torch.tensor([value], device=cpu if cpu in group._device_types else device)
+    dist.all_reduce(values, dist.ReduceOp.MIN, group=group)
+    return int(values)
+
+
+def exchanges_tokens(block: nn.Module) -> bool:
+    """True if an attention in a block exchanges tokens with other GPUs."""
+    processors = (getattr(module, "processor", None) for module in block.modules())
+    return any(getattr(processor, "_parallel_config", None) is not None for processor in processors)
+
+
+def only_shares_tokens(module: nn.Module) -> bool:
+    """True if a module has hooks, and all are those of context parallelism, which split or gather tokens."""
+    registry = vars(module).get("_diffusers_hook")
+    hooks = () if registry is None else registry.hooks.values()
+    return bool(hooks) and all(type(hook) in (ContextParallelSplitHook, ContextParallelGatherHook) for hook in hooks)
 
 
 def ulysses_attention(

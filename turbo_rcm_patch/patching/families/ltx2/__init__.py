@@ -24,6 +24,7 @@ from torch import nn
 
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
+from ...steps.context_parallel import only_shares_tokens
 from ...steps.plan import Shared
 from ...steps.sparse_linear import SparseForm
 from ..family import GRAPH, Binding, Blocks, Family, Measured, Pipeline, Targets, graph_of
@@ -65,7 +66,7 @@ def _more(transformer: LTX2VideoTransformer3DModel, config: PatchConfig) -> Targ
     time_embed = ("time_embed", transformer.time_embed, time_embed_forward)
     # Under a hook, such as model offloading, that holds the old forward, masks are not left out, and the model goes
     # without graphs.
-    if hook_in_place_of_forward(transformer):
+    if hook_in_place_of_forward(transformer) and not only_shares_tokens(transformer):
         return [time_embed]
     return [("", transformer, transformer_forward), time_embed]
 

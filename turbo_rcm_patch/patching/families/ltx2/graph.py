@@ -24,11 +24,12 @@ from torch import nn
 
 from ....config import PatchConfig
 from ...cuda_graphs import Inputs
+from ...steps.context_parallel import ranks_of
 from ..family import graph_of
 from ..graphs import Graphed
 from ..repeatable import why_not_repeatable, why_not_repeatable_attention
 from ..wan.graph import MOST_FLOPS_PER_BLOCK as MOST_OF_WAN
-from ..wan.graph import flops_of
+from ..wan.graph import flops_of, is_more
 from .attentions import why_not_fused_attention
 from .call import TOPK, LTX2Block
 from .masks import leave_out_masks
@@ -100,13 +101,16 @@ def _compute(
 
 
 def _is_large(transformer: LTX2VideoTransformer3DModel, inputs: Inputs, config: PatchConfig) -> bool:
-    return flops_per_block(transformer, inputs[0], config) > MOST_FLOPS_PER_BLOCK
+    ranks = ranks_of(transformer._parallel_config)
+    return is_more(flops_per_block(transformer, inputs[0], config, ranks), MOST_FLOPS_PER_BLOCK, ranks)
 
 
-def flops_per_block(transformer: LTX2VideoTransformer3DModel, latents: torch.Tensor, config: PatchConfig) -> float:
+def flops_per_block(
+    transformer: LTX2VideoTransformer3DModel, latents: torch.Tensor, config: PatchConfig, ranks: int = 1
+) -> float:
     """Return the floating-point operations of one block's linears and self-attention of the video [B, S, C].
 
-    As for Wan, operations in 8 bits count half.
+    As for Wan, operations in 8 bits count half. ranks: the GPUs that share the tokens of a sample, of which S are here.
     """
     widths = transformer.config
     dim = widths.num_attention_heads * widths.attention_head_dim
@@ -114,7 +118,8 @@ def flops_per_block(transformer: LTX2VideoTransformer3DModel, latents: torch.Ten
     # Per token: q, k, v and out of self-attention, q and out of the prompt's, q and out of audio to video, k and v of
     # video to audio, two linears of the feed-forward.
     linears = 2 * (6 * dim * dim + 4 * dim * between + 8 * dim * dim)
-    return flops_of(*latents.shape[:2], linears, dim, config, TOPK)
+    batch, tokens, _ = latents.shape
+    return flops_of(batch, (tokens, tokens * ranks), linears, dim, config, TOPK)
 
 
 def _why_not_repeatable(module: nn.Module, device: torch.device, forward: Callable | None) -> str | None:

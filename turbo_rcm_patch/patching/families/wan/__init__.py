@@ -25,6 +25,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
+from ...steps.context_parallel import only_shares_tokens
 from ...steps.plan import Shared
 from ..family import GRAPH, Binding, Family, Pipeline, Targets, graph_of
 from ..graphs import TransformerGraphs
@@ -41,7 +42,7 @@ from .parts import FIRST_LAYER, wan_blocks
 def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Targets:
     embedder = ("condition_embedder", transformer.condition_embedder, embedder_forward)
     # Under a hook, such as model offloading, that holds the old forward, the model goes without graphs.
-    if config.cuda_graph == "off" or hook_in_place_of_forward(transformer):
+    if config.cuda_graph == "off" or (hook_in_place_of_forward(transformer) and not only_shares_tokens(transformer)):
         return [embedder]
     return [("", transformer, transformer_forward), embedder]
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ....config import SLA_TOPK, PatchConfig, Sparse
 from ...cuda_graphs import Inputs
+from ...steps.context_parallel import ranks_of
 from ..family import graph_of
 from ..graphs import Graphed
 from .block import wan_block
@@ -21,6 +22,8 @@ from .repeatable import why_not_repeatable
 # Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time). In this time the GPU does
 # 1.6e12 FLOP of a bf16 block, or 3.3e12 of one in 8 bits, which count half. The rest is for slower hosts.
 MOST_FLOPS_PER_BLOCK = 2e12
+# Under context parallelism all GPUs wait in each block for the slowest host, and collectives are launched too.
+FACTOR_IN_PARALLEL = 3
 
 WAN_BLOCK = wan_block(WanAttention)
 
@@ -55,7 +58,13 @@ def _compute(transformer: WanTransformer3DModel, _options: tuple, *inputs: torch
 
 
 def _is_large(transformer: WanTransformer3DModel, inputs: Inputs, config: PatchConfig) -> bool:
-    return flops_per_block(transformer, inputs[0], config) > MOST_FLOPS_PER_BLOCK
+    ranks = ranks_of(transformer._parallel_config)
+    return is_more(flops_per_block(transformer, inputs[0], config) / ranks, MOST_FLOPS_PER_BLOCK, ranks)
+
+
+def is_more(flops: float, most: float, ranks: int) -> bool:
+    """True if a GPU's FLOPs in a block are more than it pays to record. ranks: the GPUs that share the tokens."""
+    return flops > most * (FACTOR_IN_PARALLEL if ranks > 1 else 1)
 
 
 def _why_not_repeatable(module: nn.Module, device: torch.device, forward: Callable | None) -> str | None:
@@ -73,16 +82,18 @@ def flops_per_block(transformer: WanTransformer3DModel, latents: torch.Tensor, c
     dim = widths.num_attention_heads * widths.attention_head_dim
     # Per token: q, k, v and out of self-attention, q and out of cross-attention, two linears of the feed-forward.
     linears = 2 * (6 * dim * dim + 2 * dim * widths.ffn_dim)
-    return flops_of(batch, tokens, linears, dim, config, SLA_TOPK)
+    return flops_of(batch, (tokens, tokens), linears, dim, config, SLA_TOPK)
 
 
-def flops_of(batch: int, tokens: int, linears: float, dim: int, config: PatchConfig, topk: float) -> float:
+def flops_of(batch: int, tokens: tuple[int, int], linears: float, dim: int, config: PatchConfig, topk: float) -> float:
     """Return the FLOPs of a block. linears: those of its linears per token. dim: the width of its self-attention.
 
-    topk: the family's share of key blocks, if the configuration names none.
+    tokens: of a sample, and those that each of them attends to. topk: the family's share of key blocks, if the
+    configuration names none.
     """
+    tokens, keys = tokens
     kept = config.topk or topk if isinstance(config, Sparse) else 1.0
-    costs = {"linears": linears, "attention": 4 * tokens * dim * kept}
+    costs = {"linears": linears, "attention": 4 * keys * dim * kept}
     return batch * tokens * sum(flops * (0.5 if config.in_8_bits(part) else 1.0) for part, flops in costs.items())
 
 

@@ -1,0 +1,125 @@
+"""What each rank of a context-parallel model with graphs runs, in a process of its own, on the CPU.
+
+A tape stands for a CUDA graph. Replayed, it exchanges tokens with the other rank again.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import turbo_rcm_patch as trp
+from tests.patching.tape import AUTO, Tape, TapeRecorder, inputs_for, note, replays, run
+from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch.patching import cuda_graphs as graphs
+
+STEPS = 4
+
+
+class ParallelTape(Tape):
+    """A tape on which every collective is waited for where it starts, as on the GPU's stream."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.name() == "_c10d_functional::_wrap_tensor_autograd":
+            return args[0]
+        args, kwargs = tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, (args, kwargs or {}))
+        return super().__torch_dispatch__(waiting(op) if "c10d" in op.namespace else op, types, args, kwargs)
+
+
+def waiting(op):
+    def run_and_wait(*args, **kwargs):
+        output = op(*args, **kwargs)
+        for result in tree_leaves(output):
+            if isinstance(result, torch.Tensor):
+                torch.ops._c10d_functional.wait_tensor(result)
+            else:
+                dist.distributed_c10d.Work.unbox(result).wait()
+        return output
+
+    return run_and_wait
+
+
+class ParallelTapeRecorder(TapeRecorder):
+    broken = False
+
+    def record(self, function, inputs):
+        tape = ParallelTape(function, inputs)  # which also runs the function, unlike a CUDA graph
+        if self.broken:
+            raise RuntimeError("out of memory")
+        return tape
+
+
+def run_graphs(rank, parallelize):
+    """The outputs and notes of models with graphs, by scenario. parallelize: (model) -> None."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "CudaRecorder", ParallelTapeRecorder)
+        results = {name: scenario(rank, parallelize) for name, scenario in SCENARIOS.items()}
+    return results
+
+
+def steps(model, count=STEPS):
+    outputs = []
+    for step in range(count):
+        outputs.append(run(model, step_inputs(model, step)))
+    return outputs
+
+
+def step_inputs(model, step):
+    return inputs_for(model, seed=step)
+
+
+def parallel_model(parallelize, config=AUTO, when="before"):
+    model = tiny_wan_transformer()
+    if when == "after":
+        parallelize(model)
+    trp.patch(model, config)
+    if when == "before":
+        parallelize(model)
+    return model
+
+
+def all_record(rank, parallelize, **options):
+    model = parallel_model(parallelize, **options)
+    return steps(model), note(model), replays(model)
+
+
+def one_has_a_hook(rank, parallelize):
+    """The hook of rank 1 comes when both replay, and goes later."""
+    model = parallel_model(parallelize)
+    outputs = steps(model)
+    handle = model.blocks[1].register_forward_hook(lambda *_: None) if rank == 1 else None
+    before = replays(model)
+    outputs += steps(model)
+    with_hook = replays(model) - before
+    said = note(model)
+    if handle is not None:
+        handle.remove()
+    outputs += steps(model)
+    return outputs, said, (with_hook, replays(model) - before)
+
+
+def one_fails(rank, parallelize):
+    model = parallel_model(parallelize)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelTapeRecorder, "broken", rank == 1)
+        outputs = steps(model)
+    return outputs + steps(model), note(model), replays(model)
+
+
+def one_moved_its_weights(rank, parallelize):
+    model = parallel_model(parallelize)
+    outputs = steps(model)
+    if rank == 0:
+        model.proj_out.weight.data = model.proj_out.weight.data.clone()
+    return outputs + steps(model), note(model), replays(model)
+
+
+SCENARIOS = {
+    "all record": all_record,
+    "patched after": lambda *args: all_record(*args, when="after"),
+    "quantized": lambda *args: all_record(*args, config=trp.Quantized(cuda_graph="on")),
+    "one has a hook": one_has_a_hook,
+    "one fails": one_fails,
+    "one moved its weights": one_moved_its_weights,
+}
