@@ -4,7 +4,8 @@
 
 The weights are random, and so is the video. The memory is what the work takes beside the VAE's weights and its input,
 with the result. The error is that of a short video's result against diffusers' own code in fp32. "Little memory" is the
-patch with no memory to spare: as few frames at a time as it can.
+patch with no memory to spare: as few frames at a time as it can. A tiny VAE, whose weights are random too, decodes in
+place of the VAE: it has no error to tell.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import copy
 import gc
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
@@ -35,10 +38,11 @@ from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae.chunks import LIMIT, decoding_bytes, encoding_bytes
 from turbo_rcm_patch.patching.families.vae.sizes import latent_size
+from turbo_rcm_patch.patching.tiny_vae.network import EDGE, TinyDecoder
 from turbo_rcm_patch.tables import table
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
-LITTLE_MEMORY, IN_TILES = "patched, little memory", "patched, in tiles"
+LITTLE_MEMORY, IN_TILES, TINY = "patched, little memory", "patched, in tiles", "tiny VAE"
 SHORT = 9  # frames of the video that the error is measured on
 HEADER = ("work", "variant", "seconds", "over unpatched", "GB", "predicted, GB", "error")
 
@@ -80,18 +84,19 @@ def rows_of(vae: nn.Module, work: str, size: tuple[int, int, int], repeats: int)
     short = input_of(vae, work, (*size[:2], min(SHORT, size[2])))
     exact = coding_oracle(vae, work, short, torch.float32)
     video = input_of(vae, work, size)
-    for variant in variants_of(vae):
+    for variant in variants_of(vae, work):
         with as_variant(vae, variant) as model:
-            error = relative_l2(coded(model, work, short), exact)
+            error = None if variant == TINY else relative_l2(coded(model, work, short), exact)
             yield {"work": work, "variant": variant, **measure(model, work, video, repeats), "error": error} | {
                 "predicted": predicted_bytes(vae, work, variant, size)
             }
 
 
-def variants_of(vae: nn.Module) -> tuple[str, ...]:
-    """Return the variants that a device can run in reasonable time: no torch.compile on a CPU."""
+def variants_of(vae: nn.Module, work: str) -> tuple[str, ...]:
+    """Return the variants that do the work, and that a device can run in reasonable time: no torch.compile on a CPU."""
     compiled = (COMPILED,) if vae.device.type == "cuda" else ()
-    return UNPATCHED, *compiled, PATCHED, LITTLE_MEMORY, IN_TILES
+    tiny = (TINY,) if work == "decode" else ()
+    return UNPATCHED, *compiled, PATCHED, LITTLE_MEMORY, IN_TILES, *tiny
 
 
 @contextmanager
@@ -101,6 +106,9 @@ def as_variant(vae: nn.Module, variant: str) -> Iterator[nn.Module]:
         if variant == COMPILED:
             stack.callback(torch.compiler.reset)
             vae = compiled(vae)
+        elif variant == TINY:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(trp.use_tiny_vae(vae, tiny_file(vae, Path(folder))))
         elif variant != UNPATCHED:
             stack.enter_context(trp.patch(vae))
         if variant == LITTLE_MEMORY:
@@ -110,6 +118,14 @@ def as_variant(vae: nn.Module, variant: str) -> Iterator[nn.Module]:
             vae.enable_tiling()
             stack.callback(vae.disable_tiling)
         yield vae
+
+
+def tiny_file(vae: nn.Module, folder: Path) -> Path:
+    """Write a tiny VAE for a VAE's latents, with random weights in fp16, as they are published."""
+    patch_size = vae.spatial_compression_ratio // EDGE
+    network = TinyDecoder("base", vae.config.z_dim, patch_size).half()
+    save_file(network.state_dict(), file := folder / "taew2_1.safetensors")
+    return file
 
 
 def compiled(vae: nn.Module) -> nn.Module:
@@ -166,7 +182,7 @@ def predicted_bytes(vae: nn.Module, work: str, variant: str, size: tuple[int, in
 
     The plan of an encode counts the video too, which is there before.
     """
-    if variant in (UNPATCHED, COMPILED):
+    if variant in (UNPATCHED, COMPILED, TINY):
         return None
     in_tiles, free = variant == IN_TILES, 0 if variant == LITTLE_MEMORY else None
     if work == "decode":
@@ -182,7 +198,14 @@ def cells(rows: list[dict]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         speed = f"{unpatched[row['work']] / row['seconds']:.2f}×"
         memory = ["" if row[name] is None else in_gb(row[name]) for name in ("bytes", "predicted")]
-        yield row["work"], row["variant"], f"{row['seconds']:.3f}", speed, *memory, f"{row['error']:.1e}"
+        yield (
+            row["work"],
+            row["variant"],
+            f"{row['seconds']:.3f}",
+            speed,
+            *memory,
+            "" if row["error"] is None else f"{row['error']:.1e}",
+        )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def _rows_of(rows: list[dict], work: str) -> Iterator[list[str]]:
             *(_speed_up(row, named.get(rival), work) for rival in (UNPATCHED, COMPILED)),
             "" if memory is None else bold(in_gb(memory), variant == PATCHED and memory > unpatched),
             "" if row["predicted"] is None else in_gb(row["predicted"]),
-            f"{row['error']:.1e}",
+            "" if row["error"] is None else f"{row['error']:.1e}",
         ]
 
 

@@ -6,10 +6,18 @@ import pytest
 import torch
 
 from scripts.benchmarks import vae as module
-from scripts.benchmarks.vae import IN_TILES, LITTLE_MEMORY, PATCHED, UNPATCHED, main
+from scripts.benchmarks.vae import IN_TILES, LITTLE_MEMORY, PATCHED, TINY, UNPATCHED, main
+from tests.patching.tiny_vae.published import WIDTHS
 from turbo_rcm_patch.patching.families.vae import forward
+from turbo_rcm_patch.patching.tiny_vae import network
 
 SIZE = ["--config", "tiny", "--height", "32", "--width", "48", "--frames", "9", "--repeats", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small(request, monkeypatch):
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(network, "WIDTHS", WIDTHS)
 
 
 def run_on(device, file, *more):
@@ -23,6 +31,8 @@ def test_every_variant_decodes_and_encodes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(forward, "frames_at_once", lambda *args, **kw: taken.append(at_once(*args, **kw)) or taken[-1])
     rows = run_on("cpu", tmp_path / "vae.json")
     names = UNPATCHED, PATCHED, LITTLE_MEMORY, IN_TILES
+    tiny = rows.pop(("decode", TINY))
+    assert tiny["error"] is tiny["predicted"] is None
     assert set(rows) == {(work, name) for work in ("decode", "encode") for name in names}
     for work in ("decode", "encode"):
         unpatched = rows[work, UNPATCHED]["error"]
@@ -38,7 +48,7 @@ def test_a_variant_is_undone():
     case = module.CASES["tiny"]
     vae = module.with_random_weights(lambda: case.vae_class(**case.vae))
     before = dict(vars(vae))
-    for variant in (PATCHED, LITTLE_MEMORY, IN_TILES):
+    for variant in (PATCHED, LITTLE_MEMORY, IN_TILES, TINY):
         with module.as_variant(vae, variant):
             assert vars(vae) != before
         assert vars(vae) == before
@@ -49,4 +59,4 @@ def test_a_gpu_adds_torch_compile_and_memory(tmp_path):
     rows = run_on("cuda", tmp_path / "vae.json")
     for work in ("decode", "encode"):
         assert rows[work, module.COMPILED]["seconds"] > 0
-        assert all(rows[work, name]["bytes"] > 0 for name in module.variants_of(torch.empty(0, device="cuda")))
+        assert all(rows[work, name]["bytes"] > 0 for name in module.variants_of(torch.empty(0, device="cuda"), work))
