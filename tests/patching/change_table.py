@@ -116,7 +116,7 @@ CHANGES = {
         hooked("condition_embedder.time_embedder.linear_1", NO_STEPS_HOOK), ("exact", GRAPHS)
     ),
     "a hook on a block": Change(
-        hooked("blocks.1", NO_STEPS_HOOK), (*MOST, GRAPHS), before=True, families=("anyflow", "anyflow far", "vace")
+        hooked("blocks.1", NO_STEPS_HOOK), (*MOST, GRAPHS), before=True, families=("anyflow far", "vace")
     ),
     "a hook before a block": Change(
         hooked(
@@ -145,7 +145,7 @@ CHANGES = {
     "another feed-forward class": Change(
         replaced("blocks.0.ffn", "__class__", lambda ffn: DoubledFeedForward, "tests DoubledFeedForward layer"),
         (*MOST, GRAPHS),
-        families=("animate", "anyflow", "anyflow far"),
+        families=("animate", "anyflow far"),
         before=True,
     ),
     "another embedder class": Change(
@@ -200,15 +200,13 @@ CHANGES = {
             shared=True,
         )
         for way, families in (
-            (scaled, ("vace", "animate")),
+            (scaled, ("vace",)),
             (in_its_module, ("skyreels",)),
             (under_its_name, ("anyflow",)),
             (below_a_decorator, ("chronoedit",)),
         )
     },
-    "torch's decorators on classes": Change(
-        within(decorated), shared=True, silent=True, families=("anyflow", "animate")
-    ),
+    "torch's decorators on classes": Change(within(decorated), shared=True, silent=True, families=("anyflow",)),
     # other parts and settings
     "eps of a norm": Change(replaced("blocks.0.norm1", "eps", lambda norm: 10.0), (*MOST, GRAPHS)),
     "eps of a prompt's norm": Change(replaced("blocks.0.attn2.norm_k", "eps", lambda norm: 10.0), (*MOST, GRAPHS)),
@@ -223,7 +221,7 @@ CHANGES = {
     ),
     "projections without a bias": Change(projections_without_a_bias, TIERS, families=("anyflow", "vace")),
     "unusual norms of queries": Change(unusual_norms, (), ("anyflow",)),
-    "blocks that come and go": Change(blocks_that_come_and_go, TIERS, families=("vace", "skyreels")),
+    "blocks that come and go": Change(blocks_that_come_and_go, TIERS, families=("vace",)),
     "fused projections": Change(fused_projections, ALL, silent=True, families=("skyreels",)),
     "dropout in training": Change(dropout_in_training, ALL, before=True),
     "a backend of an attention": Change(
@@ -238,7 +236,7 @@ CHANGES = {
             lambda model: model.reset_attention_backend(),
         ),
         silent=True,
-        families=("vace", "animate", "anyflow"),
+        families=("animate",),
     ),
     "a backend of all": Change(
         within(lambda model: attention_backend("_native_math"), BACKEND), (*MOST, GRAPHS), silent=True, shared=True
@@ -253,7 +251,7 @@ CHANGES = {
     "autocast": Change(
         within(lambda model: torch.autocast("cpu", torch.bfloat16), ANYTHING),
         TIERS,
-        families=("vace", "animate", "anyflow"),
+        families=("anyflow",),
         shared=True,
     ),
     "inference mode": Change(within(lambda model: torch.inference_mode()), shared=True, silent=True),
@@ -289,11 +287,11 @@ CHANGES = {
         ),
         (*MOST, GRAPHS),
     ),
-    # diffusers, accelerate, torchao, torch.compile
+    # diffusers, accelerate, torchao, torch.compile. test_offloading.py offloads every family.
     "layerwise casting": Change(  # to bf16, which holds the weights exactly
         called(lambda model: model.enable_layerwise_casting(torch.bfloat16, torch.float32), "hook layerwise_casting"),
         TIERS,
-        families=("vace", "anyflow far"),
+        families=("anyflow far",),
         silent=True,
     ),
     "offloading of blocks": Change(
@@ -301,14 +299,12 @@ CHANGES = {
         TIERS,
         silent=True,
         before=True,
-        families=("vace", "anyflow"),
     ),
     "offloading of leaves": Change(
         called(group_offload(offload_type="leaf_level"), {"quantized": None, None: "hook group_offloading"}),
         TIERS,
         silent=True,
         before=True,
-        families=("animate",),
     ),
     "sequential offloading": Change(
         called(
@@ -318,7 +314,6 @@ CHANGES = {
         TIERS,
         silent=True,
         before=r"has a hook AlignDevicesHook.*patch first",
-        families=("skyreels",),
     ),
     "model offloading": Change(
         called(
@@ -328,15 +323,12 @@ CHANGES = {
         ALL,
         silent=True,
         before=True,
-        families=("chronoedit",),
     ),
-    "linears quantised by torchao": Change(
-        quantised_by_torchao, ("exact", "block_sparse"), ("vace", "anyflow"), before=True
-    ),
+    "linears quantised by torchao": Change(quantised_by_torchao, ("exact", "block_sparse"), ("vace",), before=True),
     "a compiled block": Change(
         replaced("blocks", "0", lambda blocks: torch.compile(blocks[0]), {GRAPHS: "OptimizedModule layer", None: None}),
         (*MOST, GRAPHS),
         silent=True,
-        families=("vace", "anyflow"),
+        families=("anyflow",),
     ),
 }

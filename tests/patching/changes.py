@@ -277,18 +277,11 @@ def an_attribute_of_each_step(model):
 
 WEIGHTS = (
     "patch_embedding.weight",
-    "condition_embedder.time_embedder.linear_1.weight",
-    "condition_embedder.text_embedder.linear_1.weight",
     "condition_embedder.image_embedder.ff.net.2.weight",
     "rope.freqs_cos",
     "blocks.0.scale_shift_table",
-    "blocks.1.attn1.to_q.weight",
-    "blocks.1.attn2.to_k.weight",
     "blocks.1.attn2.to_v.bias",
-    "blocks.0.attn2.norm_k.weight",
     "blocks.0.attn2.add_k_proj.weight",
-    "blocks.0.ffn.net.2.weight",
-    "proj_out.bias",
     "scale_shift_table",
 )
 WRITES = {

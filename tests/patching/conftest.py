@@ -14,7 +14,7 @@ def tape(monkeypatch):
 @pytest.fixture(params=VARIANTS)
 def models(request, tape):
     """The same model twice, patched with graphs and without; their weights are separate."""
-    return make_models(VARIANTS[request.param][0]), VARIANTS[request.param][1]
+    return make_models(VARIANTS[request.param][0], layers=2), VARIANTS[request.param][1]
 
 
 @pytest.fixture

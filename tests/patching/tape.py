@@ -87,7 +87,8 @@ class TapeRecorder:
 
 
 def make_models(options=None, config=AUTO, **more):
-    pair = [tiny_wan_transformer(**{**(options or {}), **more}) for _ in range(2)]
+    """A model of one block twice, the first patched with graphs."""
+    pair = [tiny_wan_transformer(**{"layers": 1, **(options or {}), **more}) for _ in range(2)]
     trp.patch(pair[0], config)
     trp.patch(pair[1], dataclasses.replace(config, cuda_graph="off"))
     return pair

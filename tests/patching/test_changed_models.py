@@ -1,7 +1,8 @@
 """Every change of the table in change_table.py takes effect on a patched model, and `restore` leaves it.
 
 Each is made in the exact tier, and in one more column of its row: these alternate from row to row. If that is the
-column of graphs, it is the only one: the exact tier runs without a graph before it records one.
+column of graphs, it is the only one: the exact tier runs without a graph before it records one. A row that names
+families is made in these in the exact tier, and on Wan in another one.
 
 The oracle is a model without the patch, but with the tier's arithmetic. diffusers' own forwards run on it. For the
 quantized tier it has the 8-bit weights, dequantised. For the sparse tier it has the attention processors. The
@@ -20,7 +21,7 @@ from torch import nn
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching import tape as tapes
-from tests.patching.change_table import CHANGES, Change
+from tests.patching.change_table import CHANGES, MOST, Change
 from tests.patching.changes import ANYTHING, GRAPHS, SEEN, WRITES
 from tests.patching.pairs import attributes_of
 from tests.tiny_families import EACH_MODEL, first_of, tiny_family_inputs, tiny_family_transformer
@@ -41,12 +42,15 @@ CONFIGS = {
 }
 
 
+MOSTLY = (MOST, (*MOST, GRAPHS))
+
+
 def columns_of(change, index):
     """Return the columns of a row that are tested on Wan."""
     others = change.held or [column for column in change.columns if column != "exact"]
     other = others[index % len(others)] if others else None
-    if other == GRAPHS:
-        return [GRAPHS]
+    if other == GRAPHS or (other and change.families):
+        return [other]
     return [*(column for column in change.columns if column == "exact"), *([other] if other else [])]
 
 
@@ -54,11 +58,10 @@ CELLS = [
     *((name, column, "wan") for i, (name, row) in enumerate(CHANGES.items()) for column in columns_of(row, i)),
     *((name, "exact", family) for name, change in CHANGES.items() for family in change.families),
 ]
-# Changes of weights are refused in the quantized tier, so they cannot be there when it is restored.
+# Of the changes that have nothing to do with self-attention, only those that are made before a patch too.
 UNDER = [
-    (name, "sparse" if "sparse" in change.columns else "quantized")
-    for name, change in CHANGES.items()
-    if "sparse" in change.columns or ("quantized" in change.columns and "quantized" not in change.refused)
+    *((name, "sparse") for name, change in CHANGES.items() if "sparse" in change.columns),
+    *((name, "quantized") for name, change in CHANGES.items() if change.columns[:3] in MOSTLY and change.before),
 ]
 
 

@@ -61,11 +61,11 @@ def test_alternating_prompts_share_a_graph_and_outputs_may_be_held(models):
 
 def test_new_shapes_and_dtypes_get_graphs_of_their_own(models):
     pair, options = models
-    for _ in range(3):
+    for _ in range(2):
         for more in ({}, {"batch": 1}, {"height": 6}):
             assert_same(pair, inputs_for(pair[0], **options, **more))
     assert graphs_of(pair[0]).kept == 3
-    assert replays(pair[0]) == 6
+    assert replays(pair[0]) == 3
     for model in pair:
         model.double()
     warm(pair, inputs_for(pair[0], **options))

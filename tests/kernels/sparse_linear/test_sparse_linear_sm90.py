@@ -1,5 +1,7 @@
 """The sm_90 sparse-linear attention: its refusals, its roles in threads on the CPU, and its results on the GPU."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -105,8 +107,15 @@ def on_cpu(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(("programs", "seed"), [(1, 0), (3, 1), (40, 1), (1, 2), (3, 2), (40, 2)])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "programs", "seed"),
+    [
+        *((name, 3, 1) for name in SHAPES),
+        *zip(SHAPES, cycle((1, 40)), cycle((0, 2, 2, 0))),
+        ("many tiles", 3, 2),
+        ("many tiles", 40, 1),
+    ],
+)
 def test_hand_overs(name, programs, seed, on_cpu):
     """Programs with several tiles per consumer, with tiles for some consumers only, and with none at all."""
     block_q = SHAPES[name][4]

@@ -95,7 +95,7 @@ def test_scales_of_layers_that_are_called_make_new_graphs(tape, targets, config)
     """A graph has them as numbers."""
     pair, inputs = with_lora(targets, config)
     last = run(pair[0], inputs)
-    for scale in SCALES:
+    for scale in SCALES[:4]:
         for model in pair:
             model.set_adapters(["first"], [scale])
         assert_same(pair, inputs)

@@ -56,7 +56,7 @@ def test_the_compiled_rival_compiles_anew_after_a_change(monkeypatch):
     call = {**CALL, **random_inputs(pipe), "output_type": "latent"}
     beside = {RESCALED: lora_variants(pipe, Exact())[RESCALED]}
     changed = lambda: rescaled_once(pipe)  # noqa: E731
-    comparison = compare(pipe, call, with_compile=True, warmups=1, repeats=2, beside=beside, changed=changed)
+    comparison = compare(pipe, call, with_compile=True, warmups=1, repeats=1, beside=beside, changed=changed)
     compiled = {variant.name: variant.compiled for variant in comparison.variants}
     assert compiled.pop(COMPILED_AFTER_A_CHANGE) >= 1
     assert compiled == {"unpatched": 0, COMPILED: 0, "patched": 0, RESCALED: 0}

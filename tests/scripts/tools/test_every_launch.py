@@ -19,7 +19,7 @@ from turbo_rcm_patch.kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_S
 from turbo_rcm_patch.kernels.linear import gemm_portable as gemm
 from turbo_rcm_patch.kernels.quantized import FP8, INT8
 
-CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+CAPABILITIES = [(8, 0), (8, 9), (9, 0), (12, 0)]
 FILES = list(Path(kernels.__file__).parent.rglob("*.py"))
 
 
