@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from scripts.benchmarks import memory_cap
 from scripts.benchmarks import vae as module
 from scripts.benchmarks.vae import IN_TILES, LITTLE_MEMORY, PATCHED, TINY, UNPATCHED, main
 from tests.patching.tiny_vae.published import WIDTHS
@@ -18,6 +19,7 @@ SIZE = ["--config", "tiny", "--height", "32", "--width", "48", "--frames", "9", 
 def small(request, monkeypatch):
     if "gpu" not in request.keywords:
         monkeypatch.setattr(network, "WIDTHS", WIDTHS)
+        monkeypatch.setattr(memory_cap, "POOL", 1 << 16)
 
 
 def run_on(device, file, *more):
