@@ -1,5 +1,6 @@
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,11 +90,13 @@ def test_the_table_ends_with_the_total():
     def rows(*options):
         return [re.split(r"  +", line.strip()) for line in timings_table(timings, *options).splitlines()]
 
-    stages = [["text encoding", "1.000 s"], ["step 1", "2.000 s"], ["step 2", "3.000 s"], ["VAE decode", "4.000 s"]]
+    stages = [["text encoding", "1.000 s"], ["2 steps, 2.500 s each", "5.000 s"], ["VAE decode", "4.000 s"]]
     stages += [["output", "5.000 s"]]
     assert rows() == [*stages, ["total", "16.000 s"], ["peak memory", "1.00 GiB"]]
     written = [["writing", "7.000 s"], ["total, to the finished file", "23.000 s"]]
     assert rows(7.0) == [*stages, *written, ["peak memory", "1.00 GiB"]]
+    timings = replace(timings, steps=(2.0,))
+    assert rows()[1] == ["1 step", "2.000 s"]
 
 
 @pytest.mark.parametrize("output_type", ["np", "pt"])

@@ -54,7 +54,7 @@ def test_convert_prints_the_line_that_uses_what_it_wrote(saved_models, tmp_path,
     printed = capsys.readouterr().out
     assert f"wrote {out}; use it by" in printed
     assert ("trp.load_converted(" in printed) == (preset == "quantized")
-    again = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *words_of_the_line(printed)[3:], *TINY]
+    again = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *words_of_the_line(printed)[3:], *TINY, "-v"]
     assert main(again) == 0
     assert ("linears in 8 bits" in capsys.readouterr().out) == (preset == "quantized")
 
@@ -115,7 +115,7 @@ def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp
 def test_a_single_file_in_8_bits_is_generated_with(saved_models, tmp_path, capsys, preset):
     path = tmp_path / "fp8_scaled.safetensors"
     save_file(with_scales(official_state_dict(tiny_wan_transformer(seed=5)), prefix="model.diffusion_model."), path)
-    given = ["--model", saved_models / "t2v", "--transformer", path, *TINY]
+    given = ["--model", saved_models / "t2v", "--transformer", path, *TINY, "-v"]
     command = ["generate", "a fox", "-o", tmp_path / "out.mp4", *given, "--preset", preset]
     assert main(list(map(str, command))) == 0
     assert ("20 linears with the file's own 8-bit values" in capsys.readouterr().out) == (preset == "quantized")
@@ -126,7 +126,7 @@ def test_a_single_file_in_8_bits_is_generated_with(saved_models, tmp_path, capsy
 def test_a_quant_file_of_turbowan_is_generated_with(saved_models, tmp_path, capsys):
     model, path = tiny_wan_transformer(seed=5), tmp_path / "TurboWan-quant.pth"
     torch.save(in_8_bits(with_proj_l(official_state_dict(model), model)), path)
-    given = ["--model", saved_models / "t2v", "--transformer", path, *TINY, "--preset"]
+    given = ["--model", saved_models / "t2v", "--transformer", path, *TINY, "-v", "--preset"]
     command = ["generate", "a fox", "-o", tmp_path / "out.mp4", *given]
     assert main([*map(str, command), "sparse"]) == 0
     assert "to the weights of 20 linears" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 
 import imageio.v3 as iio
 import numpy as np
@@ -25,9 +26,15 @@ def test_generate_writes_the_video_that_the_pipeline_makes(tmp_path, capsys):
     output = tmp_path / "circle.mp4"
     assert main(["generate", CAPTION, "-o", str(output), *TINY, "--seed", "7", "--fps", "8"]) == 0
     printed = capsys.readouterr().out
-    stages = ("text encoding", "step 1", "step 2", "VAE decode", "output", "writing", "total, to the finished file")
-    for text in ("WanTransformer3DModel", *stages, str(output)):
+    stages = ("text encoding", "2 steps, ", "VAE decode", "output", "writing", "total, to the finished file")
+    for text in (*stages, str(output)):
         assert text in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("patched (exact): "))
+    if not torch.cuda.is_available():
+        assert re.search(
+            r": 0 of \d+ parts of its layers are fused \(not the others: cpu tensors, .*\); -v shows", line
+        )
+    assert "WanTransformer3DModel" not in printed
     seconds = [seconds_of(printed, stage) for stage in stages]
     assert min(seconds) > 0
     assert sum(seconds[:-1]) <= seconds[-1] * 1.001  # rounded as they are printed
@@ -76,10 +83,10 @@ def test_ffmpeg_gets_a_piece_before_the_next_is_made(tmp_path, monkeypatch):
 def test_generate_no_patch_and_a_saved_model(tmp_path, capsys, saved_models):
     outputs = [tmp_path / "patched.mp4", tmp_path / "plain.mp4"]
     model = ["--model", str(saved_models / "t2v")]
-    assert main(["generate", "a fox", "-o", str(outputs[0]), *model, *TINY]) == 0
+    assert main(["generate", "a fox", "-o", str(outputs[0]), *model, *TINY, "-v"]) == 0
     assert "self_attention" in capsys.readouterr().out
     assert main(["generate", "a fox", "-o", str(outputs[1]), *model, *TINY, "--no-patch"]) == 0
-    assert "self_attention" not in capsys.readouterr().out
+    assert "patched (" not in capsys.readouterr().out
     patched, plain = (iio.imread(output).astype(float) for output in outputs)
     assert np.abs(patched - plain).mean() < 1
 

@@ -51,7 +51,7 @@ def output(model):
 
 @pytest.mark.parametrize("command", ["generate", "compare", "verify"])
 def test_the_commands_run_it(packed, tmp_path, capsys, command):
-    prompt = ["a fox", "-o", str(tmp_path / "o.mp4")] if command == "generate" else ["a fox"]
+    prompt = ["a fox", "-o", str(tmp_path / "o.mp4"), "-v"] if command == "generate" else ["a fox"]
     more = ["--repeats", "1"] if command == "compare" else []
     given = ["--model", str(packed / "pipe"), "--transformer", str(packed / "wan.gguf"), *TINY]
     assert main([command, *prompt, *given, *more]) == 0

@@ -65,7 +65,10 @@ def test_generate_writes_the_video_with_its_sound(model, tmp_path, capsys, optio
     output, written = tmp_path / "video.mp4", []
     monkeypatch.setattr(commands, "write_video", lambda *given: written.append(given[3]) or write_video(*given))
     steps = [] if "turbot2av" in options else ["--steps", "2"]
-    assert main(["generate", "a fox barks", "--model", str(model), "-o", str(output), *OPTIONS, *steps, *options]) == 0
+    assert (
+        main(["generate", "a fox barks", "--model", str(model), "-o", str(output), *OPTIONS, *steps, *options, "-v"])
+        == 0
+    )
     printed = capsys.readouterr().out
     fps = 25 if "25" in options else 24
     assert f"5 frames of 96x64, {fps} per second" in printed
@@ -100,7 +103,7 @@ def test_turbot2avs_file_takes_the_transformers_place(model, tmp_path, capsys):
     path = tmp_path / "model.pth"
     torch.save({"generator": ltx2_state_dict(student.transformer, prefix="model.")}, path)
     options = ["--model", str(model), "--transformer", str(path), "--recipe", "turbot2av"]
-    assert main(["generate", "a fox barks", *options, "-o", str(output), *OPTIONS]) == 0
+    assert main(["generate", "a fox barks", *options, "-o", str(output), *OPTIONS, "-v"]) == 0
     assert "no linear part" not in capsys.readouterr().out
     assert len(iio.imread(output)) == 5
     torch.save({"generator": official_state_dict(tiny_wan_transformer())}, path)

@@ -26,7 +26,7 @@ def with_projections(tmp_path_factory):
 
 def test_generate_says_where_the_published_rule_keeps_no_block(tmp_path, capsys):
     options = [*SMALL, "--preset", "sparse", "--topk", "0.1", "--steps", "1"]
-    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options, "-v"]) == 0
     assert "SLA 1/2 blocks, where the published rule keeps none" in capsys.readouterr().out
     assert (tmp_path / "circle.mp4").stat().st_size > 0
 

@@ -8,6 +8,7 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.patching.summary import Row, in_one_line
 
 
 @pytest.fixture
@@ -23,6 +24,16 @@ def test_print_shows_the_summary(patch):
     assert str(patch) == patch.summary()
     patch.restore()
     assert str(patch) == "restored: nothing is patched any more"
+
+
+def test_a_line_counts_what_can_be_fused():
+    def row(count, **reasons):
+        return Row("", "", "", "", count, {name.replace("_", " "): n for name, n in reasons.items()})
+
+    assert in_one_line([row(3), row(2)]) == "5 of 5 parts of its layers are fused"
+    rows = [row(3, hooks=1), row(4, nothing_to_fuse=4), row(2, cpu_tensors=2)]
+    assert in_one_line(rows) == "2 of 5 parts of its layers are fused (not the others: cpu tensors, hooks)"
+    assert in_one_line([row(3)], ["transformer"]).endswith("are fused; the transformer is not patched")
 
 
 def test_a_cell_shows_every_row_and_note_as_html(patch):

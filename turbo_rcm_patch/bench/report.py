@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..tables import table
+from ..wording import counted
 from .compare import Comparison, Variant
 from .evaluate import Accuracy, Change, Evaluation
 from .keep_out import KeepOut
@@ -17,8 +19,12 @@ from .verify import BlockCheck, PartCheck, Verification
 
 
 def timings_table(timings: StageTimings, writing: float | None = None) -> str:
-    """Return one line per stage. writing: seconds from the call's end to the finished file, or None without one."""
-    lines = [*_stages(timings), ("total", timings.total)]
+    """Return one line per stage, all steps in one. writing: seconds from the call's end to the finished file, or None
+    without one."""
+    each = f", {format_seconds(statistics.median(timings.steps))} each" if len(timings.steps) > 1 else ""
+    steps = f"{counted(len(timings.steps), 'step')}{each}", sum(timings.steps)
+    stages = _stages(timings)
+    lines = [stages[0], steps, *stages[-2:], ("total", timings.total)]
     if writing is not None:
         lines[-1:] = [("writing", writing), ("total, to the finished file", timings.total + writing)]
     cells = [[label, format_seconds(seconds)] for label, seconds in lines]

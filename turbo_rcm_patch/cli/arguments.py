@@ -12,6 +12,7 @@ from ..config import PRESETS
 from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
 
+VERBOSE = "show other packages' warnings too; generate: the kernel of every step"
 DTYPES = ("float32", "bfloat16", "float16")
 _PROMPT = f"a description of the video; the embedded model knows captions like '{EXAMPLES[0]}'"
 
@@ -211,7 +212,7 @@ def _add_tune(commands) -> None:
         default = "that of --config, or of the known size with a VAE like --model's"
         parser.add_argument(option, type=int, help=f"{text} (default: {default})")
     parser.add_argument("--device", help="cuda or cuda:N (default: cuda)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show other packages' warnings too")
+    parser.add_argument("-v", "--verbose", action="store_true", help=VERBOSE)
 
 
 def add_distilled_options(parser: argparse.ArgumentParser) -> None:
@@ -284,4 +285,4 @@ def _add_device_options(
 ) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help=dtype)
-    parser.add_argument("-v", "--verbose", action="store_true", help="show other packages' warnings too")
+    parser.add_argument("-v", "--verbose", action="store_true", help=VERBOSE)

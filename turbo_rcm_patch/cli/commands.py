@@ -37,9 +37,10 @@ from ..config import PRESETS, Exact, PatchConfig, Sparse, without_originals
 from ..memory import DoesNotFit, MemoryPlan, fit_with
 from ..memory.components import blocks_of
 from ..memory.stages import Video, unpatched_stages
-from ..patching import patch
+from ..patching import Patch, patch
 from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
+from ..patching.summary import in_one_line
 from ..patching.weights.convert import capability_of
 from ..patching.weights.load import component_folders, read_config
 from ..patching.weights.store import convert_model
@@ -97,10 +98,16 @@ def _generate(arguments: argparse.Namespace) -> int:
         writing = time.perf_counter() - begin
     frames, _, height, width = video.shape
     if patched is not None:
-        print(patched.summary(), end="\n\n")  # only now is it of this video's size
+        print(patched.summary() if arguments.verbose else _patched_line(arguments, patched), end="\n\n")
     print(timings_table(generation.timings, writing))
     print(f"\nwrote {arguments.output}: {counted(frames, 'frame')} of {width}x{height}, {arguments.fps} per second")
     return 0
+
+
+def _patched_line(arguments: argparse.Namespace, patched: Patch) -> str:
+    """Return a line on a patch, after the call of it, so that it is about this video's size."""
+    fused = in_one_line(patched.rows(), patched.unknown)
+    return f"patched ({arguments.preset}): {fused}; -v shows the kernels"
 
 
 def _sound_of(pipe: DiffusionPipeline, sound: torch.Tensor | None) -> Sound | None:

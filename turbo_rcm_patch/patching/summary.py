@@ -17,10 +17,12 @@ from ..kernels.choice import measured
 from ..kernels.choice.measured import Verdict
 from ..plain import is_sharded
 from ..tables import table
+from ..wording import counted
 from .families import family_of
 from .families import vae as vae_family
 from .families.family import BlockPlan, Blocks
 from .sampling.step_count import NOT_COUNTED
+from .steps.layers import ALONE
 from .steps.plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
 from .steps.residual import CUT_OFF
 from .weights.convert import weights_note
@@ -72,6 +74,23 @@ def _section_text(section: Section) -> str:
 
 def _lines(rows: list[Row]) -> list[str]:
     return table([HEADER, *(row.cells() for row in rows)], numbers=False).splitlines() if rows else []
+
+
+def in_one_line(rows: Iterable[Row], unknown: Iterable[str] = ()) -> str:
+    """Return how many parts of a model's layers are fused, and why the others are not.
+
+    Parts with nothing to fuse do not count. unknown: names of models that are not patched.
+    """
+    reasons: Counter[str] = Counter()
+    total = 0
+    for row in rows:
+        total += row.count
+        reasons.update(row.reasons)
+    total -= reasons.pop(ALONE, 0)
+    text = f"{total - reasons.total()} of {counted(total, 'part')} of its layers are fused"
+    if reasons:
+        text += f" (not the others: {', '.join(reason for reason, _ in reasons.most_common())})"
+    return text + "".join(f"; the {name} is not patched" for name in unknown)
 
 
 def as_html(sections: Iterable[Section]) -> str:
