@@ -12,7 +12,7 @@ from tests.patching.tiny_vae.published import WIDTHS
 from turbo_rcm_patch.patching.families.vae import forward
 from turbo_rcm_patch.patching.tiny_vae import network
 
-SIZE = ["--config", "tiny", "--height", "32", "--width", "48", "--frames", "9", "--repeats", "1"]
+SIZE = ["--config", "tiny", "--height", "16", "--width", "24", "--frames", "5", "--repeats", "1"]
 
 
 @pytest.fixture(autouse=True)
