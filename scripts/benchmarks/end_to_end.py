@@ -41,7 +41,10 @@ from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import CUDA_GRAPH_MODES, BlockSparse, Sparse, resolve_config
+from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.families import CASES, family_of
+
+WITHOUT_GRAPHS = "patched, without CUDA graphs"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     """Run one of several processes, each on the GPU of its rank. The first one reports."""
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", rank), "nccl"
+        device, backend = torch.device("cuda", rank), options.backend
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
@@ -109,6 +112,9 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     if options.lora:
         settings["lora_ranks"] = options.lora
     print(*(f"{name} {value}" for name, value in settings.items()), sep=", ")
+    beside = lora_variants(pipe, config) if options.lora else {}
+    if options.without_graphs:
+        beside[WITHOUT_GRAPHS] = lambda: patch(pipe, replace(config, cuda_graph="off"))
     comparison = compare(
         pipe,
         {**call, **inputs},
@@ -124,7 +130,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
             "cuda_graph": options.cuda_graph,
             **({"ulysses": options.ulysses} if options.ulysses > 1 else {}),
         },
-        beside=lora_variants(pipe, config) if options.lora else None,
+        beside=beside,
         changed=(lambda: rescaled_once(pipe)) if options.lora else None,
     )
     print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
@@ -143,10 +149,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="measured generations per variant (default 5)")
     parser.add_argument("--warmups", type=int, default=1, help="generations per variant before them (default 1)")
     parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
+    parser.add_argument("--backend", default="cpu:gloo,cuda:nccl", help="of torch.distributed's process group")
     parser.add_argument("--preset", default="exact", help="of the patch (default exact)")
     parser.add_argument("--mass", type=float, help="of block-sparse attention (default: the preset's)")
     parser.add_argument("--structured", action="store_true", help="weights and inputs that are like trained ones")
     parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
+    parser.add_argument("--without-graphs", action="store_true", help="time the patch without CUDA graphs too")
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--vae-dtype", choices=("float32", "bfloat16"), help="default: that of the transformer")

@@ -2,6 +2,8 @@
 
     python scripts/benchmarks/host_time.py --config wan2.1-1.3b --json host-time.json
 
+With --ulysses 4 the model is one of four that share the tokens, whose collectives return at once without the others.
+
 The GPU sleeps during the calls, so that nothing waits for it. If a block's kernels take less time than Python's work,
 the GPU waits for Python, unless a CUDA graph replays them. A block's time in a CUDA-graph step is its share of it.
 All variants take turns.
@@ -19,6 +21,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import torch
+from diffusers import ContextParallelConfig
 
 from turbo_rcm_patch.bench.cases import (
     add_random_projections,
@@ -45,11 +48,13 @@ SLEEPS = 1 << 29, 1 << 31, 1 << 33  # cycles of the GPU, a quarter of a second a
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     device = torch.device("cuda")
-    milliseconds = measure(options.config, options.frames, device, host_time)
+    with others(options.ulysses):
+        milliseconds = measure(options.config, options.frames, device, host_time, ulysses=options.ulysses)
     for name, value in milliseconds.items():
         print(f"{name:{max(map(len, milliseconds))}} {value:6.2f} ms a block")
     if options.json is not None:
         settings = {"config": options.config, "frames": options.frames or CASES[options.config].frames}
+        settings |= {"ulysses": options.ulysses} if options.ulysses > 1 else {}
         environment = asdict(describe_environment(device))
         write_json(options.json, {"settings": settings, "environment": environment, "milliseconds": milliseconds})
     return 0
@@ -62,16 +67,20 @@ def measure(
     device: torch.device,
     timed: Callable[[Callable[[], object]], float],
     rounds: int = ROUNDS,
+    ulysses: int = 1,
 ) -> dict[str, float]:
     """Return the milliseconds of one block's call, unpatched and in the TIERS, and its share of a CUDA-graph step.
 
-    timed: (call) -> the milliseconds that it takes. They are medians over the rounds.
+    timed: (call) -> the milliseconds that it takes. They are medians over the rounds. ulysses: the processes of the
+    default process group, which share the tokens if there are several.
     """
     case = CASES[config]
     pipe = build_pipeline(case, torch.bfloat16, device)
     install_few_steps(pipe)
     pipe.set_progress_bar_config(disable=True)
     transformer = pipe.transformer
+    if ulysses > 1:
+        transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ulysses))
     blocks = [block for _, block in family_of(transformer).every_block(transformer)]
     size = {"height": case.height, "width": case.width, "num_frames": frames or case.frames}
     options = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
@@ -97,6 +106,21 @@ def measure(
         with switch():
             milliseconds[name].append(timed(call) / count)
     return {name: statistics.median(times) for name, times in milliseconds.items()}
+
+
+@contextlib.contextmanager
+def others(ulysses: int) -> Iterator[None]:
+    """Pretend that there are so many processes: collectives do nothing. With one there is no process group."""
+    if ulysses == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=ulysses, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def repeated(module: torch.nn.Module, run: Callable[[], object]) -> Callable[[], object]:
@@ -136,6 +160,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
     parser.add_argument("--frames", type=int, help="default: the config's usual size")
+    parser.add_argument("--ulysses", type=int, default=1, help="as on one of so many GPUs that share the tokens")
     parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -59,7 +59,7 @@ def comparison_table(comparison: Comparison) -> str:
     if variants[0].step_error is not None:
         add("a step: relative L2 to fp32", lambda v: f"{v.step_error:.2e}" if v.step_error is not None else "")
     if variants[0].decode_error is not None:
-        add("decoding: relative L2 to fp32", lambda v: f"{v.decode_error:.2e}")
+        add("decoding: relative L2 to fp32", lambda v: f"{v.decode_error:.2e}" if v.decode_error is not None else "")
     add("latents: relative L2", lambda v: f"{v.latents.relative_l2:.2e}" if v.latents else "")
     add("latents: cosine", lambda v: f"{v.latents.cosine:.6f}" if v.latents else "")
     if variants[0].video is not None:

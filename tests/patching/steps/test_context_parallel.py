@@ -1,6 +1,7 @@
 """Context parallelism: the ranks of a patched model compute together what one process does, with our attention."""
 
 import contextlib
+import dataclasses
 import functools
 from functools import partial
 
@@ -15,6 +16,7 @@ from tests.oracle import assert_no_worse, relative_error
 from tests.patching.launches import around_launches
 from tests.patching.parallel_graphs import SCENARIOS, STEPS, run_graphs, step_inputs
 from tests.patching.steps.test_sparse_linear import with_own_projections
+from tests.patching.tape import replays
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import reference
@@ -44,6 +46,7 @@ TIERS = {
     "block-sparse": trp.BlockSparse(quantize=(), **LEFT_OUT),
     "block-sparse, 8 bits": trp.BlockSparse(**LEFT_OUT, **IN_8_BITS),
 }
+ON_GPU = {"exact": trp.Exact(), "quantized": trp.Quantized(), "block-sparse": trp.BlockSparse(mass=0.9, min_tokens=0)}
 IN_SUMMARY = {
     "quantized": "between all-to-alls",
     "sparse": "SLA 2/5 blocks",
@@ -187,18 +190,26 @@ def in_tier(name, degrees=None):
 
 @torch.no_grad()
 def on_gpu(rank):
-    """Return by batch a bf16 model's outputs, the last one of compiled blocks, and our attention's shapes."""
+    """Return by batch a bf16 model's outputs, the last one of compiled blocks, and our attention's shapes. And outputs
+    by tier of a model with CUDA graphs, and the number of replays."""
     torch.cuda.set_device(rank)
     results = {}
     for batch in (1, 2):
         model, inputs = large_model_and_inputs(batch)
-        trp.patch(model)
+        trp.patch(model, trp.Exact(cuda_graph="off"))
         model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
         with Recorded() as queries:
             outputs = [model(**inputs)[0].cpu() for _ in range(3)]
         model.compile_repeated_blocks()
         outputs.append(model(**inputs)[0].cpu())
         results[batch] = outputs, queries.shapes
+    results["graphs"] = {}
+    for tier, config in ON_GPU.items():
+        model, inputs = large_model_and_inputs(1)
+        model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
+        patch = trp.patch(model, dataclasses.replace(config, cuda_graph="on"))
+        outputs = [model(**inputs)[0].cpu() for _ in range(4)]
+        results["graphs"][tier] = outputs, replays(model), patch.summary()
     return results
 
 
@@ -392,3 +403,14 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
             assert shapes.count([batch, 5 * 24 * 32, 8 // RANKS, 128]) == 2 * 3  # blocks, calls
             for output in outputs:
                 assert_no_worse(output, alone, oracle)
+    for tier, config in ON_GPU.items():
+        model, inputs = large_model_and_inputs(1)
+        dense = model(**inputs)[0].cpu()
+        with trp.patch(model, config):
+            alone = model(**inputs)[0].cpu()
+        for results in ranks:
+            outputs, replayed, summary = results["graphs"][tier]
+            assert replayed == 3, summary
+            for output in outputs:  # the first is computed eagerly
+                rounding = relative_error(alone, dense)
+                assert relative_error(output, alone) <= max(rounding, 0.02), (tier, summary)

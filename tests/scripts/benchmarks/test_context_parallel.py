@@ -30,10 +30,12 @@ def one_process(rank, arguments, rendezvous, folder):
 
 def test_two_processes_compare_and_one_reports(tmp_path):
     arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile", "--decode"]
-    arguments += ["--json", str(tmp_path / "figures.json")]
+    arguments += ["--without-graphs", "--json", str(tmp_path / "figures.json")]
     start_on_cpu(one_process, arguments, f"file://{tmp_path}/rendezvous", tmp_path)
     figures = json.loads((tmp_path / "figures.json").read_text())
-    unpatched, patched = figures["variants"]
+    unpatched, patched, without_graphs = figures["variants"]
+    assert without_graphs["name"] == end_to_end.WITHOUT_GRAPHS
+    assert without_graphs["latents"]["relative_l2"] <= 1e-6
     assert figures["settings"]["ulysses"] == 2
     assert unpatched["step_error"] <= 1e-6  # fp32 against fp32 of the whole sequence
     assert patched["step_error"] <= 1e-6

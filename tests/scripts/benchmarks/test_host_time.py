@@ -58,6 +58,17 @@ def test_each_variant_is_what_it_is_called():
     assert (outputs[5].float() - unpatched).norm() > 1e-2 * unpatched.norm()
 
 
+def test_as_on_one_of_several_gpus(monkeypatch):
+    """The collectives do nothing, so that only the calls are timed."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)  # diffusers divides by it
+    with benchmark.others(2):
+        calls = benchmark.measure(
+            "tiny", None, torch.device("cpu"), lambda call: float(len(call()) > 0), rounds=1, ulysses=2
+        )
+    assert list(calls) == NAMES
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_so(capsys):
     with pytest.raises(SystemExit):
