@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import imageio.v3 as iio
-import imageio_ffmpeg
 import pytest
 import torch
 from diffusers import WanPipeline
@@ -24,6 +23,8 @@ from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.bench.cases import build_pipeline
 from turbo_rcm_patch.patching.families import CASES
+
+imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,7 +5,6 @@ import wave
 from importlib.util import find_spec
 
 import imageio.v3 as iio
-import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,8 @@ from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.files import Sound, write_video
+
+imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
 
 SIZE = {"height": 64, "width": 96, "num_frames": 5}
 OPTIONS = ["--height", "64", "--width", "96", "--frames", "5", "--device", "cpu", "--seed", "7"]
