@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests.bench.damage import damage_block
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
@@ -263,6 +264,16 @@ def test_reports(pipe, tmp_path):
     assert side_by_side(equal)[0][:, :, 2 * width :].max() == 0
     plot(comparison, tmp_path / "stages.png")
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_has_a_part_for_each_stage_and_all_steps_in_one(pipe, monkeypatch, tmp_path):
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
+    plot(compare(pipe, CALL, repeats=1, warmups=0), tmp_path / "x.png")
+    (figure,) = shown
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["text encoding", "2 steps", "VAE decode", "output"]
+    assert "better" in figure.axes[0].get_xlabel()
 
 
 def test_progress_bar_settings_of_the_user_come_back(pipe):

@@ -21,10 +21,9 @@ from .verify import BlockCheck, PartCheck, Verification
 def timings_table(timings: StageTimings, writing: float | None = None) -> str:
     """Return one line per stage, all steps in one. writing: seconds from the call's end to the finished file, or None
     without one."""
+    text, (steps, seconds), *after = _short_stages(timings)
     each = f", {format_seconds(statistics.median(timings.steps))} each" if len(timings.steps) > 1 else ""
-    steps = f"{counted(len(timings.steps), 'step')}{each}", sum(timings.steps)
-    stages = _stages(timings)
-    lines = [stages[0], steps, *stages[-2:], ("total", timings.total)]
+    lines = [text, (steps + each, seconds), *after, ("total", timings.total)]
     if writing is not None:
         lines[-1:] = [("writing", writing), ("total, to the finished file", timings.total + writing)]
     cells = [[label, format_seconds(seconds)] for label, seconds in lines]
@@ -202,18 +201,21 @@ def plot(comparison: Comparison, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     names = [variant.name for variant in comparison.variants]
-    figure = Figure(figsize=(8, 1.5 + 0.6 * len(names)), layout="constrained")
+    figure = Figure(figsize=(7, 2 + 0.6 * len(names)), layout="constrained")
     axes = figure.subplots()
     left = np.zeros(len(names))
-    for index, (label, _) in enumerate(_stages(comparison.variants[0].timings)):
-        seconds = np.array([_stages(variant.timings)[index][1] for variant in comparison.variants])
+    stages = [_short_stages(variant.timings) for variant in comparison.variants]
+    for index, (label, _) in enumerate(stages[0]):
+        seconds = np.array([each[index][1] for each in stages])
         axes.barh(names, seconds, left=left, label=label, edgecolor="white")
         left += seconds
+    axes.bar_label(axes.containers[-1], [format_seconds(seconds) for seconds in left], padding=3)
+    axes.margins(x=0.15)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_title(comparison.environment.gpu or f"CPU ({comparison.environment.cpu})")
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=150)
+    axes.set_xlabel("seconds; shorter is better")
+    axes.set_title(f"One video on {comparison.environment.gpu or f'a CPU ({comparison.environment.cpu})'}")
+    figure.legend(loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=100)
 
 
 def format_seconds(seconds: float) -> str:
@@ -225,6 +227,12 @@ def _stages(timings: StageTimings) -> list[tuple[str, float]]:
     steps = [(f"step {index}", seconds) for index, seconds in enumerate(timings.steps, start=1)]
     after = [("VAE decode", timings.vae_decode), ("output", timings.output)]
     return [("text encoding", timings.text_encoding), *steps, *after]
+
+
+def _short_stages(timings: StageTimings) -> list[tuple[str, float]]:
+    """Return the stages with all steps in one."""
+    first, *_, decode, output = _stages(timings)
+    return [first, (counted(len(timings.steps), "step"), sum(timings.steps)), decode, output]
 
 
 def _format_memory(timings: StageTimings) -> str:

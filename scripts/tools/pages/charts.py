@@ -23,6 +23,13 @@ QUANTIZED_RIVALS = {
     "patched, dense in 8 bits": "patched (quantized)",
 }
 
+# The implementations of a block whose memory traffic is counted.
+IMPLEMENTATIONS = {
+    "eager": "eager diffusers",
+    "torch_fused": "patched, in PyTorch",
+    "compiled": "torch.compile",
+    "triton_fused": "patched (exact)",
+}
 # What publishers call the sizes.
 PUBLIC = {
     "wan2.1-1.3b": "Wan 2.1 1.3B",
@@ -70,8 +77,11 @@ def model_of(run: dict) -> str:
     gpus = f", {settings['ulysses']} GPUs" if settings.get("ulysses", 1) > 1 else ""
     ranks = " + ".join(map(str, settings.get("lora_ranks", ())))
     lora = f", LoRA of rank {ranks}" if ranks else ""
-    mass = f", mass {settings['mass']:g}" if "mass" in settings else ""
-    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}{lora}{mass}"
+    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}{lora}{mass_of(settings)}"
+
+
+def mass_of(settings: dict) -> str:
+    return f", mass {settings['mass']:g}" if "mass" in settings else ""
 
 
 def name_of(settings: dict) -> str:
@@ -191,14 +201,16 @@ def digest_of(data: object) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
-def _figure(height: float, width: float = 9):
+def _figure(height: float, width: float = 9, rows: int | None = None):
+    """Return a figure with its axes. rows: None for one, else a list of so many, one below the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.tick_params(labelsize="large")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    axes = figure.subplots(1 if rows is None else rows, sharex=True, squeeze=False)[:, 0]
+    for each in axes:
+        each.tick_params(labelsize="large")
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0] if rows is None else axes
 
 
 def _draw_tiers(data: dict):
@@ -217,70 +229,80 @@ def _draw_tiers(data: dict):
     axes.invert_yaxis()
     axes.set_xlabel("speed-up: 1 is torch.compile, longer is better")
     figure.suptitle(f"A denoising step on one {data['gpu']}, over torch.compile", fontsize="large")
-    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=len(TIERS), title="tier")
+    legend_below(figure, axes, ncols=len(TIERS))
     return figure
 
 
 def _draw_steps(runs: dict):
-    """Draw bars from the left, a group per model, with the speed-up written at their ends."""
+    """Draw bars from the left, a group per run, with the speed-up and the variant's name at their ends."""
     bars = sum(len(run["variants"]) + 1 for run in runs.values())
     figure, axes = _figure(1.2 + 0.3 * bars)
-    colors, places, top = {}, [], 0
+    colors, places, top, longest = {}, [], 0, 0.0
     for run in runs.values():
         steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
         for index, (name, shown) in enumerate(names_of(run).items()):
             speedup = steps["unpatched"] / steps[name]
             color = colors.setdefault(shown, f"C{len(colors)}")
-            bar = axes.barh(top + index, speedup, 0.9, color=color, label=shown)
-            axes.bar_label(bar, [f"{speedup:.2f}×"], padding=3, fontsize="large")
+            bar = axes.barh(top + index, speedup, 0.9, color=color)
+            axes.bar_label(bar, [f"{speedup:.2f}× {shown}"], padding=3)
+            longest = max(longest, speedup)
         places.append(top + (len(steps) - 1) / 2)
         top += len(steps) + 1
-    axes.set_yticks(places, [model_of(run).replace(", ", "\n", 1) for run in runs.values()])
-    axes.invert_yaxis()
-    axes.set_xlabel("speed-up of a denoising step over eager diffusers", fontsize="large")
-    legend_above(figure, axes)
+    axes.set_xlim(0, 1.35 * longest)
+    axes.set_yticks(places, [f"{title_of(run)}\n{tier_of_run(run)}{mass_of(run['settings'])}" for run in runs.values()])
+    axes.set_ylim(top - 1, -1)
+    axes.set_title(f"A denoising step over eager diffusers ({_gpu_of(runs)})", fontsize="large")
+    axes.set_xlabel("speed-up: 1 is eager diffusers, longer is better", fontsize="large")
     return figure
 
 
+def _gpu_of(runs: dict) -> str:
+    return next(iter(runs.values()))["environment"]["gpu"]
+
+
 def _draw_traffic(runs: list[dict]):
-    shown = [(run, one) for run in runs for one in run["implementations"] if one["refused"] is None]
-    figure, axes = _figure(1.2 + 0.5 * len(shown))
-    labels = []
-    for place, (run, one) in enumerate(shown):
-        read, written = (one[key] / run["pass_bytes"] for key in ("read", "written"))
-        axes.barh(place, read, color="C0", label="read")
-        bar = axes.barh(place, written, left=read, color="C1", label="written")
-        axes.bar_label(bar, [f"{read + written:.0f}"], padding=3, fontsize="large")
-        labels.append(f"{run['settings']['config']}: {one['name']}")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("memory traffic of a block, in passes of one [tokens, channels] tensor", fontsize="large")
-    legend_above(figure, axes)
+    """Draw a panel per model, a bar per implementation."""
+    shown = {}
+    for run in runs:
+        found = [one for one in run["implementations"] if one["refused"] is None]
+        shown.setdefault(name_of(run["settings"]), []).extend((run["pass_bytes"], one) for one in found)
+    figure, panels = _figure(1.6 + 0.5 * sum(map(len, shown.values())), rows=len(shown))
+    for axes, (model, bars) in zip(panels, shown.items(), strict=True):
+        for place, (pass_bytes, one) in enumerate(bars):
+            read, written = (one[key] / pass_bytes for key in ("read", "written"))
+            axes.barh(place, read, color="C0", label="read")
+            bar = axes.barh(place, written, left=read, color="C1", label="written")
+            axes.bar_label(bar, [f"{read + written:.0f}"], padding=3, fontsize="large")
+        axes.set_yticks(range(len(bars)), [IMPLEMENTATIONS.get(one["name"], one["name"]) for _, one in bars])
+        axes.invert_yaxis()
+        axes.set_title(f"Memory traffic of a block of {model}", fontsize="large")
+    axes.set_xlabel("passes of one [tokens, channels] tensor; shorter is better", fontsize="large")
+    legend_below(figure, axes)
     return figure
 
 
 def _draw_modules(rows: list[dict]):
     """Return a line per implementation over the number of tokens."""
     shown = [row for row in rows if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)]
-    figure, axes = _figure(5)
+    figure, axes = _figure(5.4)
     for name in dict.fromkeys(row["implementation"] for row in shown):
         points = [(row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["speedup"]]
         if points:
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", linewidth=2, label=name)
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", linewidth=2, label=name.replace("_", " "))
     sizes = sorted({row["N"] for row in shown})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, sizes)
+    axes.set_title("The attention modules for new models", fontsize="large")
     axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads; bf16, forward)", fontsize="large")
-    axes.set_ylabel("speed-up over two_pass", fontsize="large")
-    legend_above(figure, axes)
+    axes.set_ylabel("speed-up over two passes; higher is better", fontsize="large")
+    legend_below(figure, axes)
     return figure
 
 
 _DRAW = {"tiers": _draw_tiers, "steps": _draw_steps, "traffic": _draw_traffic, "modules": _draw_modules}
 
 
-def legend_above(figure, axes, ncols: int = 3) -> None:
-    """Draw each label of the axes once, above the figure."""
+def legend_below(figure, axes, ncols: int = 3) -> None:
+    """Draw each label of the axes once, below the figure."""
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=ncols, fontsize="large")
+    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=ncols, fontsize="large")

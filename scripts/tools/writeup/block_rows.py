@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from scripts.tools.pages.charts import milliseconds, model_of, real_models
+from scripts.tools.pages.charts import milliseconds, real_models, title_of
 from turbo_rcm_patch.bench.ops_quantized import SCALED_MM
 from turbo_rcm_patch.bench.variants import EXACT_PATCH
 from turbo_rcm_patch.patching.families import CASES
@@ -108,7 +108,7 @@ def steps_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
     for run in real_models(runs).values():
         if run["settings"].get("preset") == "block_sparse":
             continue  # whose attention has no row: its time depends on the input
-        settings, shown = run["settings"], steps.setdefault(model_of(run), {})
+        settings, shown = run["settings"], steps.setdefault(title_of(run), {})
         if settings.get("ulysses", 1) > 1 or _size(settings) != _size(profiled.get(settings["config"], {})):
             continue
         tier = settings.get("preset", "exact")

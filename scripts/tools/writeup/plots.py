@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from PIL import Image
 
-from scripts.tools.pages.charts import legend_above
+from scripts.tools.pages.charts import legend_below
 
 DATA = "Description"  # the PNG's text that keeps the data
 # Dense tensor core rates of NVIDIA's H200 data sheet, TFLOP/s.
@@ -21,7 +21,7 @@ MARKERS = "osD^"
 
 def save_plot(name: str, data: dict, path: Path) -> None:
     """Draw a plot of PLOTS into a PNG file, with its data."""
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
     PLOTS[name](figure, data)
     figure.savefig(path, dpi=110, metadata={DATA: json.dumps(data), "Software": None})
 
@@ -61,8 +61,9 @@ def _step_parts(figure: Figure, steps: dict) -> None:
         axes.set_xticks(range(len(shown)), [name.replace(".", ".\n") for name in shown], fontsize="large")
         axes.set_ylim(0, 1.1 * top)
         axes.set_title(model, fontsize="large")
-        axes.set_ylabel("ms of one step", fontsize="large")
-    legend_above(figure, figure.axes[0], ncols=2)
+        axes.set_ylabel("ms of one step; lower is better", fontsize="large")
+    figure.suptitle("Where the time of a denoising step goes", fontsize="x-large")
+    legend_below(figure, figure.axes[0], ncols=2)
 
 
 def _speed_accuracy(figure: Figure, points: dict) -> None:
@@ -86,8 +87,9 @@ def _speed_accuracy(figure: Figure, points: dict) -> None:
         "time of denoising in 1, 2 and 4 steps; 1 is a step of eager diffusers in the same run", fontsize="large"
     )
     axes.set_ylabel("% of the captions shown", fontsize="large")
+    axes.set_title("The tiny model: accuracy and time; the upper left is better", fontsize="x-large")
     axes.grid(alpha=0.3)
-    legend_above(figure, axes, ncols=2)
+    legend_below(figure, axes, ncols=2)
 
 
 def _attention(figure: Figure, cases: dict) -> None:
@@ -116,8 +118,9 @@ def _attention(figure: Figure, cases: dict) -> None:
     sizes = [len(rates) for rates in cases.values()]
     axes.set_yticks([start + (size - 1) / 2 for start, size in zip(starts, sizes, strict=True)], groups)
     axes.invert_yaxis()
-    axes.set_xlabel("TFLOP/s of a self-attention, heads×tokens×head_dim", fontsize="large")
-    legend_above(figure, axes)
+    axes.set_title("Self-attention alone: heads × tokens × channels of a head", fontsize="x-large")
+    axes.set_xlabel("TFLOP/s; longer is better", fontsize="large")
+    legend_below(figure, axes)
 
 
 PLOTS = {"step-parts": _step_parts, "speed-accuracy": _speed_accuracy, "attention": _attention}

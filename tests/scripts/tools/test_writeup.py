@@ -126,10 +126,11 @@ def test_the_bars_of_a_step_end_at_the_measured_one():
     for name, milliseconds in (("wan2.1-1.3b", 1000.0), ("wan2.1-1.3b-quantized", 1.0)):
         next(v for v in runs[name]["variants"] if v["name"] == "patched")["timings"]["steps"] = [milliseconds / 1e3] * 4
     steps, block = block_rows.steps_by_tier(runs), block_rows.blocks_by_tier(runs)["wan2.1-1.3b"]
-    assert list(steps) == ["wan2.1-1.3b (30 layers), 81×480×832", "wan2.1-14b (4 layers), 81×720×1280"]
+    small, large = "Wan 2.1 1.3B\n832×480, 81 frames", "Wan 2.1 14B (4 of 40 layers)\n1280×720, 81 frames"
+    assert list(steps) == [small, large]
     for shown in steps.values():
         assert set(shown) == {"torch.compile", "exact", "quantized", "sparse"}
-    shown = steps["wan2.1-1.3b (30 layers), 81×480×832"]
+    shown = steps[small]
     for tier, step in (("exact", 1000.0), ("quantized", 1.0)):
         assert shown[tier][block_rows.LINEARS] == pytest.approx(30 * block[tier][block_rows.LINEARS])
         assert sum(shown[tier].values()) == pytest.approx(step)
