@@ -46,16 +46,18 @@ def test_variants_share_the_seed_and_agree(pipe):
     assert np.array_equal(unpatched.video, expected)
     assert comparison.settings == {"model": "tiny", "seed": 3}
     assert unpatched.total_speedup == unpatched.steps_speedup == 1
+    assert unpatched.step_error is patched.step_error is None
     assert patched.total_speedup == pytest.approx(unpatched.timings.total / patched.timings.total)
 
 
 def test_the_flops_of_decoding_are_counted(pipe):
     """Twice the height and width take four times as many FLOPs, except in the attention."""
-    comparison = compare(pipe, CALL, repeats=1, warmups=0)
+    call = {**CALL, "num_inference_steps": 1}
+    comparison = compare(pipe, call, repeats=1, warmups=0)
     assert comparison.to_dict()["decode_flops"] == comparison.decode_flops > 0
     few, many = (decode_flops(pipe.vae, (1, pipe.vae.config.z_dim, 2, size, size)) for size in (4, 8))
     assert 4 * few < many < 5 * few
-    assert compare(pipe, {**CALL, "output_type": "latent"}, repeats=1, warmups=0).decode_flops is None
+    assert compare(pipe, {**call, "output_type": "latent"}, repeats=1, warmups=0).decode_flops is None
 
 
 def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
@@ -71,19 +73,20 @@ def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
 
 def test_a_step_of_every_variant_is_compared_with_fp32(pipe):
     pipe.transformer.to(torch.bfloat16)
-    unpatched, patched = compare(pipe, CALL, repeats=1, warmups=0, with_oracle=True).variants
+    comparison = compare(pipe, CALL, repeats=1, warmups=0, with_oracle=True)
+    unpatched, patched = comparison.variants
     assert 1e-4 < patched.step_error <= EXACT.limits.factor * unpatched.step_error < 0.05
-    assert "a step: relative L2 to fp32" in comparison_table(compare(pipe, CALL, repeats=1, with_oracle=True))
-    assert all(variant.step_error is None for variant in compare(pipe, CALL, repeats=1, warmups=0).variants)
+    assert "a step: relative L2 to fp32" in comparison_table(comparison)
 
 
 def test_what_every_variant_decodes_is_compared_with_fp32(pipe, monkeypatch):
     pipe.register_modules(vae=build_pipeline(CASES["tiny"], torch.float32, torch.device("cpu")).vae.to(torch.bfloat16))
-    comparison = compare(pipe, CALL, repeats=1, warmups=0, with_oracle=True)
+    call = {**CALL, "num_inference_steps": 1}
+    comparison = compare(pipe, call, repeats=1, warmups=0, with_oracle=True)
     unpatched, patched = comparison.variants
     assert 1e-4 < patched.decode_error <= EXACT.limits.factor * unpatched.decode_error < 0.1
     assert "decoding: relative L2 to fp32" in comparison_table(comparison)
-    steps_alone = compare(pipe, {**CALL, "output_type": "latent"}, repeats=1, warmups=0, with_oracle=True)
+    steps_alone = compare(pipe, {**call, "output_type": "latent"}, repeats=1, warmups=0, with_oracle=True)
     assert all(variant.decode_error is None for variant in steps_alone.variants)
     assert "decoding" not in comparison_table(steps_alone)
 
@@ -92,11 +95,11 @@ def test_what_every_variant_decodes_is_compared_with_fp32(pipe, monkeypatch):
     later = lambda *args: (part if i == 0 else 1.05 * part for i, part in enumerate(right(*args)))  # noqa: E731
     monkeypatch.setattr(forward, "decoded", later)
     with pytest.raises(RuntimeError, match=r"the patched VAE's frames are .* apart .* in the first 1 frames allow"):
-        compare(pipe, {**CALL, "num_frames": 9}, config=Exact(vae_chunk=1), with_oracle=True)
+        compare(pipe, {**call, "num_frames": 9}, config=Exact(vae_chunk=1), with_oracle=True)
 
     monkeypatch.setattr(forward, "decoded", lambda *args: (1.05 * part for part in right(*args)))
     with pytest.raises(RuntimeError, match=r"the patched VAE errs more.*nothing was timed"):
-        compare(pipe, CALL, with_oracle=True)
+        compare(pipe, call, with_oracle=True)
 
 
 def test_a_patch_that_errs_more_is_not_timed(pipe, monkeypatch):

@@ -18,8 +18,8 @@ from turbo_rcm_patch.config import Sparse
 from turbo_rcm_patch.patching import PatchError, patch, use_rcm
 from turbo_rcm_patch.tiers import EXACT, SPARSE
 
-SAGE = Sparse(topk=0.7, blocks=(5, 4))  # 12 tokens: 2 of 3 key blocks
-SLA = Sparse(topk=0.7, blocks=(5, 4), quantize=())
+SAGE = Sparse(topk=0.7, blocks=(5, 4), vae=False)  # 12 tokens: 2 of 3 key blocks
+SLA = Sparse(topk=0.7, blocks=(5, 4), quantize=(), vae=False)
 
 
 def sparse_pipeline(variant="t2v", dtype=torch.float32):
@@ -43,11 +43,10 @@ def call(steps=2, variant="t2v"):
         (SAGE, "t2v", torch.float32),
         (SAGE, "wan22", torch.bfloat16),
         (SLA, "t2v", torch.bfloat16),
-        (SLA, "wan22", torch.float32),
     ],
 )
 def test_every_block_and_every_part_of_it_is_within_the_limits(config, variant, dtype):
-    steps = 3 if variant == "wan22" else 2
+    steps = 3 if variant == "wan22" else 1
     verification = verify(sparse_pipeline(variant, dtype), call(steps, variant), config=config)
     assert verification.ok, verification_table(verification)
     parts = {part.part: part for part in verification.parts}

@@ -145,12 +145,12 @@ def test_two_visitors(page, server, monkeypatch, tmp_path):
     for label in FEW_STEP_FIELDS:  # which the tiny model does not take
         assert other.get_by_label(label, exact=True).is_disabled()
 
-    other.route("**/*-patched.mp4", late(1))
+    other.route("**/*-patched.mp4", late(0.5))
     with monkeypatch.context() as answers:
         answers.setattr(DemoVideos, "answer", two_long_videos)
         ask(other)
         other.wait_for_function("document.querySelector('video[src]')?.duration > 2", timeout=200_000)
-        other.wait_for_timeout(1500)
+        other.wait_for_timeout(1000)
     assert other.evaluate(APART) < 0.1  # of 2 s
 
     assert other.evaluate(CUT_OFF) == []

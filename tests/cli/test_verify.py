@@ -56,14 +56,19 @@ def test_verify_says_what_does_not_fit(capsys):
     assert "--vram 620 MB: 48x32, 5 frames take at least" in error_of(capsys, "verify", *TINY[:-2], "--vram", "620 MB")
 
 
-@pytest.fixture
-def model_with_an_outlier(tmp_path):
-    """The folder of a pipeline with one channel of a block's keys a hundred times as large."""
-    pipe = tiny_wan_pipeline()
+def save_with_an_outlier(folder, layers):
+    """Save a pipeline with one channel of the first block's keys a hundred times as large."""
+    pipe = tiny_wan_pipeline(layers=layers)
     with torch.no_grad():
         key_channel(pipe.transformer)
-    pipe.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model_with_an_outlier(tmp_path):
+    """The folder of a model of one block."""
+    return save_with_an_outlier(tmp_path / "model", 1)
 
 
 def test_what_must_leave_8_bits_is_found_written_and_taken(model_with_an_outlier, tmp_path, capsys):
@@ -90,8 +95,9 @@ def test_what_must_leave_8_bits_is_found_written_and_taken(model_with_an_outlier
 
 
 @pytest.mark.usefixtures("cpu_as_a_gpu", "everything_streams")
-def test_the_search_with_vram_finds_the_same(model_with_an_outlier, tmp_path, capsys):
-    options, found = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY[:-2], "--steps", "1"], []
+def test_the_search_with_vram_finds_the_same(tmp_path, capsys):
+    model = save_with_an_outlier(tmp_path / "model", 2)  # one block would not stream
+    options, found = ["--model", str(model), "--preset", "quantized", *TINY[:-2], "--steps", "1"], []
     for vram in ([], ["--vram", "10GB"]):
         file = tmp_path / f"keep{len(vram)}.json"
         assert main(["verify", *options, "--keep-out", str(file), *vram]) == 0
@@ -106,7 +112,7 @@ def test_the_search_with_vram_finds_the_same(model_with_an_outlier, tmp_path, ca
 def test_a_list_that_does_not_help_is_not_written(model_with_an_outlier, tmp_path, capsys, monkeypatch):
     file = tmp_path / "keep.json"
     file.write_text("mine")
-    damage_block(monkeypatch, verify_module, "transformer.blocks.1", lambda output: 2 * output)
+    damage_block(monkeypatch, verify_module, "transformer.blocks.0", lambda output: 2 * output)
     options = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY, "--steps", "1"]
     assert main(["verify", *options, "--keep-out", str(file)]) == 1
     assert f"{file} is not written" in capsys.readouterr().out
