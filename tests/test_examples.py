@@ -112,18 +112,16 @@ def test_turbowan_from_an_image(run_example, tmp_path, capsys):
         assert "two files of weights, high and low, and --image" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("attention", ["sagesla", "dense"])
-def test_turbot2av(run_example, tmp_path, capsys, attention):
+def test_turbot2av(run_example, tmp_path, capsys):
     pipe = tiny_ltx2_pipeline_for_prompts()
     pipe.save_pretrained(tmp_path / "model")
     torch.save({"generator": ltx2_state_dict(pipe.transformer, prefix="model.")}, tmp_path / "model.pth")
     options = ["--model", str(tmp_path / "model"), "--size", "64", "96", "5", "--output", "out.mp4"]
-    run_example("examples/turbot2av.py", str(tmp_path / "model.pth"), *options, "--attention", attention)
+    run_example("examples/turbot2av.py", str(tmp_path / "model.pth"), *options, "--attention", "sagesla")
     assert iio.imread(tmp_path / "out.mp4").shape == (5, 64, 96, 3)
     assert imageio_ffmpeg.count_frames_and_secs(tmp_path / "out.mp4")[0] == 5
     assert sound_in(tmp_path / "out.mp4", tmp_path)[0].shape[1] == 2
-    printed = capsys.readouterr().out
-    assert ("SLA 1/2 blocks, no linear part" in printed) == (attention != "dense")  # of 72 tokens
+    assert "SLA 1/2 blocks, no linear part" in capsys.readouterr().out  # of 72 tokens
 
 
 @pytest.mark.parametrize("given", ["folder", "files"])

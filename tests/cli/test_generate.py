@@ -192,12 +192,10 @@ def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypa
 
 
 @pytest.mark.usefixtures("cpu_as_a_gpu")
-@pytest.mark.parametrize("model", ["embedded", "t2v"])
-def test_generate_with_vram_patches_and_then_fits(model, saved_models, tmp_path, capsys, monkeypatch):
+def test_generate_with_vram_patches_and_then_fits(saved_models, tmp_path, capsys, monkeypatch):
     seen, fit = [], commands.fit_with
     monkeypatch.setattr(commands, "fit_with", lambda pipe, *args: seen.append(pipe) or fit(pipe, *args))
-    options = ["generate", CAPTION, *TINY[:-2], "--preset", "quantized"]
-    options += [] if model == "embedded" else ["--model", str(saved_models / model)]
+    options = ["generate", CAPTION, *TINY[:-2], "--preset", "quantized", "--model", str(saved_models / "t2v")]
     assert main([*options, "-o", str(tmp_path / "fitted.mp4"), "--vram", "10GB"]) == 0
     printed = capsys.readouterr().out
     (pipe,) = seen

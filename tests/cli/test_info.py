@@ -102,12 +102,12 @@ def test_info_tells_what_each_tier_takes(saved_models, tmp_path, capsys):
 
 
 def test_info_plans_for_a_card_without_weights(tmp_path, capsys):
-    printed, memory = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "8GB")
+    printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "8GB", "--preset", "quantized")
     assert "wan2.1-14b, quantized, on a GPU with 8GB:" in printed
     assert "its blocks stream" in printed
-    assert [plan["tier"] for plan in memory] == ["exact", "quantized", "sparse", "block_sparse"]
-    assert all("transformer" in plan["streaming"] for plan in memory)
-    assert max(memory[1]["peaks"].values()) <= memory[1]["budget"] == 74 * 10**8
+    assert plan["tier"] == "quantized"
+    assert "transformer" in plan["streaming"]
+    assert max(plan["peaks"].values()) <= plan["budget"] == 74 * 10**8
 
     printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "3 GB", "--preset", "exact")
     assert "3.00 GB are given. It fits with the preset 'quantized' and num_frames=17." in printed

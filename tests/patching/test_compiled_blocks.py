@@ -54,20 +54,6 @@ def test_compiled_before_an_exact_patch(compiled):
     assert relative_error(output_of("wan", model), expected) <= 1e-5
 
 
-def test_vaces_blocks_compiled_after_an_exact_patch(compiled):
-    """Only the first of VACE's control blocks has an input projection. Its other blocks are Wan's."""
-    compile_blocks, graphs = compiled
-    model = tiny_family_transformer("vace")
-    model._repeated_blocks = ["WanVACETransformerBlock"]
-    expected = output_of("vace", model)
-    with trp.patch(model):
-        compile_blocks(model)
-        assert relative_error(output_of("vace", model), expected) <= 1e-5
-        assert len(graphs) == 2
-    with torch.compiler.set_stance("force_eager"):
-        assert torch.equal(output_of("vace", model), expected)
-
-
 def test_in_the_block_sparse_tier(compiled):
     (compile_blocks, graphs), name = compiled, "anyflow"
     model = tiny_family_transformer(name)

@@ -128,7 +128,7 @@ def test_the_output_comes_as_it_is_asked_for(tape):
                 assert type(pair[0](**inputs)) is type(pair[1](**inputs))
 
 
-@pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v", "wan22"])
+@pytest.mark.parametrize("variant", ["i2v", "ti2v", "wan22"])
 def test_pipelines_with_guidance_generate_the_same(tape, variant):
     pipe = tiny_wan_pipeline(variant)
     call = tiny_call(variant, num_inference_steps=4, guidance_scale=4.0)
@@ -173,7 +173,7 @@ def test_threads_with_and_without_graphs_and_a_summary(tape):
 
     def work(**more):
         try:
-            for i in range(40):
+            for i in range(20):
                 ours = run(model, {**calls[i % len(calls)], **more})
                 wrong.extend([] if torch.equal(ours, expected[i % len(calls)]) else [i])
                 note(model)

@@ -151,8 +151,7 @@ def test_causvid_lora(steps):
         assert_same_video(video, causvid_lora(t2v_velocity(pipe, tiny_call()["prompt"]), noise, steps))
 
 
-@pytest.mark.parametrize("recipe", ["rcm", "turbowan"])
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize(("recipe", "steps"), [("rcm", 1), ("turbowan", 2), ("rcm", 3), ("turbowan", 4)])
 def test_rcm_and_turbowan(recipe, steps):
     pipe = tiny_wan_pipeline()
     with trp.use_distilled(pipe, recipe=recipe):
@@ -163,7 +162,7 @@ def test_rcm_and_turbowan(recipe, steps):
         assert_same_video(video, rcm(t2v_velocity(pipe, tiny_call()["prompt"]), noise, steps, theirs))
 
 
-@pytest.mark.parametrize("variant", ["t2v", "wan22", "i2v", "ti2v", "v2v"])
+@pytest.mark.parametrize("variant", ["wan22", "ti2v", "v2v"])
 def test_rcm_is_use_rcm_bit_for_bit(variant):
     pipe = tiny_wan_pipeline(variant)
     videos = []

@@ -58,8 +58,7 @@ def with_merged(pipe, variant, files):
     return merged
 
 
-@pytest.mark.parametrize("variant", ["wan22", "wan22_i2v"])
-@pytest.mark.parametrize("given", ["folder", "pair"])
+@pytest.mark.parametrize(("variant", "given"), [("wan22", "folder"), ("wan22_i2v", "pair")])
 def test_both_experts_of_lightning(variant, given, tmp_path):
     pipe = tiny_wan_pipeline(variant)
     files, paths = save_lightning(pipe, tmp_path / "Wan2.2-T2V-A14B-4steps-lora-rank64-Seko-V1.1")

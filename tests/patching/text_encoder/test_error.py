@@ -10,7 +10,7 @@ import turbo_rcm_patch as trp
 from tests.umt5 import embeddings, random_encoder, random_tokens, relative
 
 
-@pytest.mark.parametrize(("seed", "tails"), [(0, None), (1, 5)])
+@pytest.mark.parametrize(("seed", "tails"), [(1, 5)])
 def test_in_8_bits_the_embeddings_err_at_most_twice_as_much_as_in_bf16(seed, tails):
     encoder, tokens = random_encoder(layers=12, seed=seed, tails=tails), random_tokens(seed=seed)
     exact = embeddings(encoder, tokens)

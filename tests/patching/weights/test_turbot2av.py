@@ -16,8 +16,13 @@ from turbo_rcm_patch.patching.families.ltx2.names import LTX2_NAMES
 from turbo_rcm_patch.patching.weights.store import convert_model
 from turbo_rcm_patch.tiers import QUANTIZED
 
-PREFIXES = ["", "model.", "velocity_model.", "model.velocity_model.", "model._fsdp_wrapped_module."]
-WRAPPERS = [("model", "model."), ("state_dict", ""), (None, "velocity_model.")]
+WRAPPED = [
+    ("generator", ""),
+    ("model", "model."),
+    ("state_dict", "velocity_model."),
+    (None, "model.velocity_model."),
+    ("generator", "model._fsdp_wrapped_module."),
+]
 
 
 def student(family="ltx2", seed=9, **options):
@@ -59,9 +64,9 @@ def test_our_names_are_those_that_diffusers_converts(family):
     assert (set(converted) - unknown) | renamed == set(model.state_dict())
 
 
-@pytest.mark.parametrize(("wrapper", "prefix"), [*(("generator", prefix) for prefix in PREFIXES), *WRAPPERS])
+@pytest.mark.parametrize(("wrapper", "prefix"), WRAPPED)
 def test_every_value_comes_to_its_place(saved, prefix, wrapper):
-    model, other = tiny_family_transformer("ltx2"), student()
+    model, other = tiny_family_transformer("ltx2", layers=1), student(layers=1)
     weights = ltx2_state_dict(other, prefix=prefix)
     path = saved({wrapper: weights, "step": 3} if wrapper else weights, "model.pth")
     patch = trp.load_turbodiffusion(path, model, "exact")
@@ -128,7 +133,7 @@ def test_a_pipeline(saved):
 
 
 def test_weights_stored_in_8_bits(saved, tmp_path):
-    model, other = tiny_family_transformer("ltx2"), tiny_family_transformer("ltx2")
+    model, other = (tiny_family_transformer("ltx2", layers=1) for _ in range(2))
     other.save_pretrained(tmp_path / "model")
     for tier in ("sparse", "quantized"):
         convert_model(tmp_path / "model", tmp_path / tier, trp.PRESETS[tier], dtype=torch.float32)
@@ -138,7 +143,7 @@ def test_weights_stored_in_8_bits(saved, tmp_path):
         expected = trp.patch(other, tier)
         assert same(outputs(model), outputs(other))
         expected.restore()
-        model = tiny_family_transformer("ltx2")
+        model = tiny_family_transformer("ltx2", layers=1)
 
 
 HEADS = {  # as the published models have, which a file does not tell
