@@ -14,6 +14,8 @@ from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextP
 from diffusers.models._modeling_parallel import ParallelConfig
 from torch import nn
 
+from ...kernels.launch import recording
+
 if dist.is_available():
     # torch.compile can trace these collectives.
     import torch.distributed._functional_collectives as funcol
@@ -53,12 +55,6 @@ def least_of_all(parallel_config: ParallelConfig, device: torch.device, value: i
     values = torch.tensor([value], device=cpu if cpu in group._device_types else device)
     dist.all_reduce(values, dist.ReduceOp.MIN, group=group)
     return int(values)
-
-
-def exchanges_tokens(block: nn.Module) -> bool:
-    """True if an attention in a block exchanges tokens with other GPUs."""
-    processors = (getattr(module, "processor", None) for module in block.modules())
-    return any(getattr(processor, "_parallel_config", None) is not None for processor in processors)
 
 
 def only_shares_tokens(module: nn.Module) -> bool:
@@ -102,7 +98,12 @@ def _tokens_of_all(parts: Sequence[torch.Tensor], ranks: int, group: dist.Proces
 
 
 def _exchanged(packed: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send the r-th of W equal parts of a packed tensor to rank r. Return the received parts in the ranks' order."""
+    """Send the r-th of W equal parts of a packed tensor to rank r. Return the received parts in the ranks' order.
+
+    While launches are recorded instead of run, nothing is sent: the other ranks may not be in such a call.
+    """
+    if recording():
+        return torch.empty_like(packed)
     if torch.compiler.is_compiling():
         received = funcol.all_to_all_single(packed, None, None, group)
         return received.wait() if isinstance(received, funcol.AsyncCollectiveTensor) else received

@@ -12,7 +12,6 @@ from .... import kernels
 from ....config import PatchConfig
 from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
-from ...steps.context_parallel import exchanges_tokens
 from ...steps.plan import BlockState, Stream, call_of, state_of
 from ...steps.residual import warn_of_saturation
 from .block import WanBlock, WanCall, decide
@@ -88,7 +87,5 @@ def _launches_kernels(config: PatchConfig, x: torch.Tensor) -> bool:
 
 def _may_run_ahead(block: nn.Module, kind: WanBlock, device: torch.device) -> bool:
     """True if an extra run of the block has no visible effect. If not, each kernel is compiled at its first launch."""
-    if exchanges_tokens(block):
-        return False  # the other GPUs may not run it ahead
     parts = (module for module in block.modules() if module is not block)
     return not any(why_not_repeatable(part, device, kind) for part in parts)
