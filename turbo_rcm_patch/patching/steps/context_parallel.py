@@ -72,41 +72,48 @@ def ulysses_attention(
     attend: (q, k, v), each [B, S, H/W, D] with any strides, -> [B, S, H/W, D]. Every rank must call this, and only if
     why_not_between_all_to_alls returns None. There are no gradients.
     """
-    batch, tokens, _, head_dim = q.shape
     config = parallel_config.context_parallel_config
     ranks, group = config.ulysses_degree, config._ulysses_mesh.get_group()
     if q.shape == k.shape:
         q, k, v = _tokens_of_all((q, k, v), ranks, group)
     else:
         (q,), (k, v) = _tokens_of_all((q,), ranks, group), _tokens_of_all((k, v), ranks, group)
-    out = _exchanged(attend(q, k, v).transpose(0, 1).contiguous(), group)
-    return out.view(ranks, tokens, batch, -1, head_dim).permute(2, 1, 0, 3, 4).flatten(2, 3)
+    return own_tokens(exchanged(attend(q, k, v).transpose(0, 1).contiguous(), group), ranks)
 
 
 def _tokens_of_all(parts: Sequence[torch.Tensor], ranks: int, group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
-    """Return for each [B, S/W, H, D] of the parts the tokens of all ranks and this rank's heads, [B, S, H/W, D].
+    """Return for each [B, S/W, H, D] of the parts the tokens of all ranks and this rank's heads, [B, S, H/W, D]."""
+    received = exchanged(packed(parts, ranks), group)
+    return [part.transpose(0, 1) for part in received.flatten(0, 1).unbind(1)]
 
-    All parts go in one message. They lie side by side for each token, so that the results are views of what arrives.
+
+def packed(parts: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
+    """Return one message of parts [B, S/W, H, D] for all ranks, [W, S/W, parts, B, H/W, D].
+
+    The parts lie side by side for each token. So the parts of what arrives are views, in the order of their tokens.
     """
     batch, tokens, heads, head_dim = parts[0].shape
-    share = heads // ranks
-    packed = parts[0].new_empty(ranks, tokens, len(parts), batch, share, head_dim)
-    for place, part in zip(packed.unbind(2), parts, strict=True):
-        place.copy_(part.view(batch, tokens, ranks, share, head_dim).permute(2, 1, 0, 3, 4))
-    received = _exchanged(packed, group).view(ranks * tokens, len(parts), batch, share, head_dim)
-    return [part.transpose(0, 1) for part in received.unbind(1)]
+    message = parts[0].new_empty(ranks, tokens, len(parts), batch, heads // ranks, head_dim)
+    for place, part in zip(message.unbind(2), parts, strict=True):
+        place.copy_(part.view(batch, tokens, ranks, -1, head_dim).permute(2, 1, 0, 3, 4))
+    return message
 
 
-def _exchanged(packed: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send the r-th of W equal parts of a packed tensor to rank r. Return the received parts in the ranks' order.
+def own_tokens(received: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return a rank's tokens of all heads, [B, S/W, H, D], from those of each rank's heads, [W·S/W, B, H/W, D]."""
+    return received.unflatten(0, (ranks, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def exchanged(message: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send the r-th of W equal parts of a message to rank r. Return the received parts in the ranks' order.
 
     While launches are recorded instead of run, nothing is sent: the other ranks may not be in such a call.
     """
     if recording():
-        return torch.empty_like(packed)
+        return torch.empty_like(message)
     if torch.compiler.is_compiling():
-        received = funcol.all_to_all_single(packed, None, None, group)
+        received = funcol.all_to_all_single(message, None, None, group)
         return received.wait() if isinstance(received, funcol.AsyncCollectiveTensor) else received
-    received = torch.empty_like(packed)
-    dist.all_to_all_single(received, packed, group=group)  # takes the host a tenth of the time of funcol's
+    received = torch.empty_like(message)
+    dist.all_to_all_single(received, message, group=group)  # takes the host a tenth of the time of funcol's
     return received

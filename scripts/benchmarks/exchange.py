@@ -1,0 +1,151 @@
+"""Time the parts of a self-attention that several GPUs share (Ulysses), with random q, k and v.
+
+    python scripts/benchmarks/exchange.py --ulysses 4 --heads 12 --tokens 32760 --json exchange.json
+
+The parts are what the package runs, and for comparison: three messages instead of one, messages of half the bytes, and
+an exchange that runs beside the attention. Every GPU times them, the first one reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.timing import in_turns
+from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.patching.steps.context_parallel import exchanged, own_tokens, packed
+
+ROUNDS, CALLS, WARM_UP = 5, 10, 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_options(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (options, f"file://{folder}/rendezvous")
+        torch.multiprocessing.spawn(measure_in_parallel, arguments, nprocs=options.ulysses)
+    return 0
+
+
+def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
+    """Run one of several processes, each on the GPU of its rank. The first one reports."""
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo", init_method=rendezvous, rank=rank, world_size=options.ulysses
+    )
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere):
+            milliseconds = measure(options, device)
+            for name, value in milliseconds.items():
+                print(f"{name:45} {value:8.3f} ms")
+    finally:
+        dist.destroy_process_group()
+    if rank == 0 and options.json is not None:
+        settings = {name: getattr(options, name) for name in ("ulysses", "heads", "tokens", "head_dim")}
+        environment = asdict(describe_environment(device))
+        write_json(options.json, {"settings": settings, "environment": environment, "milliseconds": milliseconds})
+
+
+@torch.no_grad()
+def measure(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Return the milliseconds of every part, medians over the rounds."""
+    parts = parts_of(options, device)
+    milliseconds = {name: [] for name in parts}
+    for _, name in in_turns(parts, ROUNDS):
+        milliseconds[name].append(timed(parts[name], device))
+    return {name: statistics.median(times) for name, times in milliseconds.items()}
+
+
+def parts_of(options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Return the parts by name, each as a call."""
+    ranks, group = options.ulysses, dist.group.WORLD
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = 1, options.tokens // ranks, options.heads, options.head_dim
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+    message = packed((q, k, v), ranks)
+    received = exchanged(message, group).flatten(0, 1)
+    whole = [part.transpose(0, 1) for part in received.unbind(1)]  # all tokens, a part of the heads
+    in_8_bits = partial(kernels.quantize_qkv, *(x.flatten(2) for x in whole), heads=options.heads // ranks)
+    quantized = in_8_bits()
+    attend, attend_8bit = partial(kernels.attention, *whole), partial(kernels.attention_8bit, quantized)
+    result = attend().transpose(0, 1).contiguous()
+    half = message.view(torch.int8)[..., : message.shape[-1] * message.element_size() // 2].contiguous()
+    return {
+        "pack q, k and v": partial(packed, (q, k, v), ranks),
+        "exchange q, k and v": partial(exchanged, message, group),
+        "pack and exchange them one by one": lambda: [exchanged(packed((x,), ranks), group) for x in (q, k, v)],
+        "exchange half of the bytes": partial(exchanged, half, group),
+        "q, k and v to 8 bits": in_8_bits,
+        "attention": attend,
+        "attention in 8 bits": attend_8bit,
+        "exchange the result": partial(exchanged, result, group),
+        "unpack the result": partial(own_tokens, result, ranks),
+        "attention beside an exchange of q, k and v": _beside(attend, partial(exchanged, message, group), device),
+        "attention in 8 bits beside it": _beside(attend_8bit, partial(exchanged, message, group), device),
+    }
+
+
+def _beside(run: Callable, other: Callable, device: torch.device) -> Callable[[], None]:
+    """Return a call of both, on two streams of a GPU."""
+    if device.type == "cpu":
+        return lambda: (other(), run())
+    side = torch.cuda.Stream(device)
+
+    def both() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            other()
+        run()
+        torch.cuda.current_stream().wait_stream(side)
+
+    return both
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Return the mean milliseconds of a call when calls follow each other. All processes start together."""
+    for _ in range(WARM_UP):
+        call()
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    dist.barrier()
+    wait()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    wait()
+    return (time.perf_counter() - start) / CALLS * 1e3
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ulysses", type=int, default=2, help="GPUs that share the tokens (default 2)")
+    parser.add_argument("--heads", type=int, default=12, help="default: those of Wan 1.3B; 14B has 40")
+    parser.add_argument("--tokens", type=int, default=32760, help="default: 81 frames at 832×480; 1280×720 has 75600")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
+    options = parser.parse_args(argv)
+    for name in ("heads", "tokens"):
+        if getattr(options, name) % options.ulysses:
+            parser.error(f"--{name} {getattr(options, name)} cannot be divided by --ulysses {options.ulysses}.")
+    if torch.cuda.is_available() and options.ulysses > torch.cuda.device_count():
+        parser.error(f"--ulysses {options.ulysses}: PyTorch finds {torch.cuda.device_count()} CUDA GPUs.")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

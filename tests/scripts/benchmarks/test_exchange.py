@@ -1,0 +1,29 @@
+"""scripts/benchmarks/exchange.py in two processes, over gloo."""
+
+import json
+
+import pytest
+import torch
+
+from scripts.benchmarks import exchange
+from tests.ranks import start_on_cpu
+
+
+def one_process(rank, arguments, rendezvous):
+    torch.set_num_threads(1)
+    exchange.measure_in_parallel(rank, exchange.parse_options(arguments), rendezvous)
+
+
+def test_every_part_is_timed(tmp_path):
+    arguments = ["--heads", "4", "--tokens", "64", "--head-dim", "64", "--json", str(tmp_path / "exchange.json")]
+    start_on_cpu(one_process, arguments, f"file://{tmp_path}/rendezvous")
+    figures = json.loads((tmp_path / "exchange.json").read_text())
+    assert figures["settings"] == {"ulysses": 2, "heads": 4, "tokens": 64, "head_dim": 64}
+    assert len(figures["milliseconds"]) == 11
+    assert all(value > 0 for value in figures["milliseconds"].values())
+
+
+def test_heads_that_do_not_divide(capsys):
+    with pytest.raises(SystemExit):
+        exchange.main(["--ulysses", "5"])
+    assert "--heads 12 cannot be divided by --ulysses 5" in capsys.readouterr().err
