@@ -15,6 +15,7 @@ The others import them:
     model_memory.py    the GPU memory that `info` shows
     sampling.py        the sampler and the guidance
     video_writer.py    mp4 files
+    gpus.py            a process for each GPU
     demo_page.py       the page of `demo`; demo_videos.py makes its videos
 """
 
@@ -30,6 +31,7 @@ from .arguments import parse_arguments
 from .checks import check_arguments
 from .errors import exit_code
 from .other_warnings import without_other_warnings
+from .quiet_imports import quiet_imports
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +46,11 @@ def _run(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
     if arguments.command == "evaluate":  # the imports alone can take 10 seconds
         print("turbo-rcm evaluate: loading PyTorch, diffusers and the model", file=sys.stderr, flush=True)
+    if getattr(arguments, "gpus", 1) > 1:
+        with contextlib.nullcontext() if arguments.verbose else quiet_imports():  # torch logs which processes it ends
+            from .gpus import on_gpus
+
+            return on_gpus(arguments)
     with contextlib.nullcontext() if arguments.verbose else without_other_warnings():
         from . import commands
 

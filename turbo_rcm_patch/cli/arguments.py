@@ -52,7 +52,9 @@ def _add_generate(commands) -> None:
     rate = "frames per second of the video (default 16; LTX-2, whose sound depends on it: 24)"
     parser.add_argument("--fps", type=int, help=rate)
     parser.add_argument("--no-patch", action="store_true", help="run diffusers' own blocks")
-    parser.set_defaults(patched=None)
+    gpus = "make the video on this many GPUs at a time, with a process and the whole model on each (default 1)"
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help=gpus)
+    parser.set_defaults(patched=None, is_first=True)
     add_distilled_options(parser)
     add_generation_options(parser)
     _add_vram(parser, "the patched pipeline")

@@ -50,6 +50,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             check_at_least_one("--fps", arguments.fps)
         check_output("-o", arguments.output, (".mp4",))
         check_ffmpeg()
+        _check_gpus(arguments)
     if arguments.command == "compare":
         _check_comparison(arguments)
     if arguments.command == "evaluate":
@@ -87,6 +88,26 @@ def _check_planned(arguments: argparse.Namespace) -> None:
         _check_preset_name(arguments.preset)
 
 
+def _check_gpus(arguments: argparse.Namespace) -> None:
+    check_at_least_one("--gpus", arguments.gpus)
+    if arguments.gpus == 1:
+        return
+    if arguments.device not in (None, "cuda"):
+        raise CommandError(f"--gpus takes the first GPUs of the machine; leave --device {arguments.device} out.")
+    for option in ("vram", "offload"):
+        if getattr(arguments, option):
+            raise CommandError(f"--gpus keeps the whole model on every GPU; leave --{option} out.")
+    folder = EMBEDDED if arguments.model is None else Path(arguments.model).expanduser()
+    check_heads(arguments.gpus, _read_json(folder / "transformer/config.json").get("num_attention_heads"))
+
+
+def check_heads(gpus: int, heads: int | None) -> None:
+    """Raise CommandError if a model's attention heads do not divide by --gpus. heads: None if not known yet."""
+    if heads is not None and heads % gpus:
+        divisors = [str(count) for count in range(2, min(heads, 16) + 1) if heads % count == 0]
+        raise CommandError(f"--gpus {gpus}: the model has {heads} attention heads; give one of {', '.join(divisors)}.")
+
+
 def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     """Return all numbers of steps that the command runs."""
     return arguments.steps if isinstance(arguments.steps, tuple) else (arguments.steps,)
@@ -118,6 +139,8 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
     has_sound = any(one.has_sound for one in PIPELINES if one.pipeline_class.__name__ == class_name)
     if has_sound and arguments.command in ("evaluate", "demo"):
         raise CommandError(f"--model {model} is {with_article(class_name)}; {arguments.command} takes Wan models.")
+    if has_sound and getattr(arguments, "gpus", 1) > 1:
+        raise CommandError(f"--model {model} is {with_article(class_name)}; --gpus takes Wan models.")
     from_image = starts[class_name] == "image"
     if from_image and arguments.command in ("evaluate", "demo"):
         command = arguments.command

@@ -57,6 +57,7 @@ from .pipelines import (
     is_sparse,
     load_pipeline,
     load_sampler,
+    split_among,
     warn_of_size,
 )
 from .side_by_side import write_side_by_side
@@ -67,7 +68,7 @@ from .video_writer import VideoWriter
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen command. Raises CommandError for errors that a user can fix."""
     commands = {
-        "generate": _generate,
+        "generate": generate,
         "compare": _compare,
         "verify": _verify,
         "evaluate": _evaluate,
@@ -80,12 +81,18 @@ def run(arguments: argparse.Namespace) -> int:
         return commands[arguments.command](arguments)
 
 
-def _generate(arguments: argparse.Namespace) -> int:
+def generate(arguments: argparse.Namespace) -> int:
+    """Generate a video, which several processes do together with --gpus. The first one writes it."""
     pipe, call = load_pipeline(arguments)
     patched = None if arguments.no_patch else arguments.patched or patch(pipe, _config_of(arguments))
+    if arguments.gpus > 1:
+        split_among(pipe, call, arguments.gpus)
     if arguments.vram is not None:
         print(_fitted(arguments, pipe, call), end="\n\n")
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
+    if not arguments.is_first:
+        timed_generation(pipe, **call, output_type="pt", generator=generator)
+        return 0
     in_pixels = pipe.video_processor.postprocess_video
     with VideoWriter(arguments.output, arguments.fps) as writer:
         with frames_sent_to(lambda sample: writer.send(in_pixels(sample, output_type="pt")[0]), pipe.vae):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import ContextParallelConfig, DiffusionPipeline
 from diffusers.utils import load_image
 
 from .. import embedded
@@ -22,14 +22,16 @@ from ..bench.cases import (
 )
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching import PatchError, patch_text_encoder, use_tiny_vae
-from ..patching.families import CASES, pipeline_of
+from ..patching.apply import transformers_of
+from ..patching.families import CASES, family_of, pipeline_of
+from ..patching.families.vae.sizes import latent_size
 from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
 from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler
 from ..shapes import grammar
 from ..wording import counted
-from .checks import check_pipeline_class, keep_of, sparsity_of
+from .checks import check_heads, check_pipeline_class, keep_of, sparsity_of
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
 from .sizes import SizeRules, size_rules
@@ -144,6 +146,22 @@ def _install(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str
     if arguments.steps is None:
         arguments.steps = default_steps(pipe)
     return guidance(pipe, arguments)
+
+
+def split_among(pipe: DiffusionPipeline, call: dict[str, object], gpus: int) -> None:
+    """Split the tokens of a pipeline's transformers among processes. Raises CommandError if these do not divide them.
+
+    call: the arguments of the pipeline's call.
+    """
+    latent = latent_size(pipe.vae.config, call["height"], call["width"], call["num_frames"])
+    for model in transformers_of(pipe).values():
+        check_heads(gpus, model.config.num_attention_heads)
+        if (tokens := family_of(model).blocks[0].sizes.tokens(model.config, latent)) % gpus:
+            raise CommandError(
+                f"--gpus {gpus}: a video of this size has {tokens} tokens, which do not divide by {gpus}; give another "
+                "--height, --width or --frames."
+            )
+        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=gpus))
 
 
 def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:

@@ -1,0 +1,183 @@
+"""One video by several processes: `generate --gpus` and examples/parallel.py, on the CPU over gloo.
+
+Processes that already imported everything fork those of the command and of the example (tests/ranks.py).
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tests.cli.running import CAPTION, error_of
+from tests.ranks import start_on_cpu
+from turbo_rcm_patch.cli import commands, gpus, main
+from turbo_rcm_patch.cli.errors import CommandError
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/parallel.py"
+TWO = ["--gpus", "2"]
+VIDEO = ["--height", "16", "--width", "32", "--frames", "5", "--steps", "1"]
+LONGEST = 30  # seconds; gloo itself gives up after 30 minutes
+spec = importlib.util.spec_from_file_location("parallel", EXAMPLE)
+parallel = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(parallel)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0"], "--gpus 0: give 1 or more"),
+        (["--gpus", "-2"], "--gpus -2: give 1 or more"),
+        (["--gpus", "3"], "--gpus 3: the model has 4 attention heads; give one of 2, 4."),
+        ([*TWO, "--device", "cpu"], "leave --device cpu out"),
+        ([*TWO, "--device", "cuda:1"], "leave --device cuda:1 out"),
+        ([*TWO, "--vram", "8GB"], "leave --vram out"),
+        ([*TWO, "--offload"], "leave --offload out"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, options, message):
+    assert message in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *options)
+
+
+@pytest.mark.parametrize(("found", "shown"), [(0, "0 GPUs"), (1, "1 GPU")])
+def test_more_gpus_than_there_are(tmp_path, capsys, monkeypatch, found, shown):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    error = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *TWO)
+    assert error == f"turbo-rcm generate: --gpus 2: this machine has {shown}."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the processes run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_all(rank, folder):
+    """The command in one process and the example in another, each of which starts two."""
+    torch.set_num_threads(1)
+    gpus.START_METHOD = "fork"
+    torch.cuda.device_count = torch.accelerator.device_count = lambda: 2
+    outcomes = {}
+    for name, change in {"made": None, "raises": raises, "refuses": refuses, "killed": killed}.items():
+        if rank == 0 or name != "refuses":
+            outcomes[name] = outcome(run_example if rank else run_command, folder, change)
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(outcomes))
+
+
+def outcome(run, folder, change):
+    """What is printed, what comes of it, and the seconds it took."""
+    printed, begin = io.StringIO(), time.monotonic()
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stderr(printed):
+        try:
+            result = run(monkeypatch, folder, change)
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+    return result, printed.getvalue(), time.monotonic() - begin
+
+
+def run_command(monkeypatch, folder, change):
+    if change is not None:
+        monkeypatch.setattr(commands, "generate", lambda arguments: change())
+    return main(["generate", CAPTION, "-o", str(folder / "command.mp4"), *VIDEO, *TWO])
+
+
+def run_example(monkeypatch, folder, change):
+    if change is not None:
+        monkeypatch.setattr(parallel, "load_embedded_pipeline", lambda device: change())
+    world = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "monitor_interval": 0.05}
+    where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    launch = elastic_launch(LaunchConfig(**world, **where, max_restarts=0, start_method="fork"), parallel.main)
+    try:
+        return launch(["--output", str(folder / "example.mp4"), "--size", "16", "32", "5"])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return (
+            rank,
+            failure.message if isinstance(failure.message, str) else failure.message["message"],
+            failure.exitcode,
+        )
+
+
+def raises():
+    """The second process raises while the first waits for it."""
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("of the second process")
+    dist.barrier()
+
+
+def refuses():
+    raise CommandError("a user can fix this")
+
+
+def killed():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of their results
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder, the outcomes of the command, and those of the example."""
+    folder = tmp_path_factory.mktemp("gpus")
+    start_on_cpu(run_all, folder)
+    return folder, *(pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2))
+
+
+def test_the_command_writes_the_video_of_one_process(made, tmp_path, capsys):
+    folder, command, _ = made
+    assert command["made"][:2] == (0, "")
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "alone.mp4"), *VIDEO, "--device", "cpu"]) == 0
+    together, alone = (iio.imread(path).astype(int) for path in (folder / "command.mp4", tmp_path / "alone.mp4"))
+    assert together.shape == (5, 16, 32, 3)
+    assert np.abs(together - alone).max() <= 2
+    assert sorted(path.name for path in folder.iterdir() if path.suffix == ".mp4") == ["command.mp4", "example.mp4"]
+
+
+def test_a_failure_of_the_command_ends_all_processes(made):
+    _, command, _ = made
+    result = command["raises"][0]
+    assert result.startswith("ProcessRaisedException")
+    assert "Process 1 terminated" in result
+    assert "ZeroDivisionError: of the second process" in result
+    assert command["refuses"][:2] == (2, "turbo-rcm generate: a user can fix this\n")
+    assert command["killed"][0] == 2
+    assert "the process of GPU 1 was killed by SIGKILL" in command["killed"][1]
+    assert max(seconds for *_, seconds in command.values()) < LONGEST
+
+
+def test_the_example_writes_a_video(made):
+    folder, _, example = made
+    result, _, _ = example["made"]
+    assert result == {0: None, 1: None}
+    assert iio.imread(folder / "example.mp4").shape == (5, 16, 32, 3)
+
+
+def test_a_failure_of_the_example_ends_all_processes(made):
+    *_, example = made
+    rank, message, code = example["raises"][0]
+    assert (rank, code) == (1, 1)
+    assert "ZeroDivisionError: of the second process" in message
+    assert example["killed"][0][0] == 1
+    assert example["killed"][0][2] == -signal.SIGKILL
+    assert max(seconds for *_, seconds in example.values()) < LONGEST
+
+
+def test_the_example_says_how_it_is_started(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
+        parallel.main([])
