@@ -42,6 +42,7 @@ RIVALS = ("--rivals", "blocks", "leaves", "models")
 ALL_TIERS = ("--presets", "exact", "quantized", "sparse")
 AT_720P = ("--height", "720", "--width", "1280")
 LARGE_5B = ("--height", "704", "--width", "1280", "--frames", "121")
+EXCHANGE = ("scripts/benchmarks/exchange.py",)
 LTX2 = (*END_TO_END, "ltx2-19b", "--repeats", "3")
 AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
@@ -73,8 +74,13 @@ def _on_several_gpus() -> dict[int, dict[str, tuple[str, ...]]]:
         "wan2.2-5b-decoded": ("wan2.2-5b", "--decode"),
     }
     tiers = {"": ("--repeats", "3"), "-quantized": ("--repeats", "3", *QUANTIZED), "-sparse": (*LEFT_OUT, *SPARSE)}
+    sizes = {"wan2.1-1.3b": ("12", "32760"), "wan2.1-14b-720p": ("40", "75600")}
     return {
         gpus: {
+            f"exchange-{size}-{gpus}-gpus": (*EXCHANGE, "--heads", heads, "--tokens", tokens, "--ulysses", str(gpus))
+            for size, (heads, tokens) in sizes.items()
+        }
+        | {
             f"{model}{tier}-{gpus}-gpus": (*END_TO_END, *options, *of_tier, "--ulysses", str(gpus))
             for model, options in models.items()
             for tier, of_tier in tiers.items()
@@ -105,6 +111,7 @@ MEASUREMENTS = {
     "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
     "first-step": ("scripts/benchmarks/first_step.py",),
     "host-time": ("scripts/benchmarks/host_time.py",),
+    "host-time-of-4-gpus": ("scripts/benchmarks/host_time.py", "--ulysses", "4"),  # on one GPU
     "text-encoder": ("scripts/benchmarks/text_encoder.py",),
     "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b"),
     "vae-wan2.1-720p": (*VAE, "wan2.1-14b"),

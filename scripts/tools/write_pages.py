@@ -21,6 +21,7 @@ from scripts.tools.pages.conversion import CONVERSION, conversion_table
 from scripts.tools.pages.ops import (
     OPS_QUANTIZED_HEADER,
     OPS_SPARSE_HEADER,
+    exchange_table,
     first_step,
     group_offload_table,
     host_time,
@@ -180,6 +181,10 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         folded("All variants of a whole video", whole_videos_table(whole_videos(runs)) if whole_videos(runs) else ""),
         folded("Models within a cap of memory, and streaming", *_within_memory(runs)),
         folded("The first step, and the host's time", *_host(runs)),
+        folded(
+            "An attention that several GPUs share",
+            *(exchange_table(run) for name, run in runs.items() if name.startswith("exchange-")),
+        ),
         folded("Video with sound", *(sound_table(run) for run in runs.values() if "sound" in run)),
         *(folded(title, ops_table(runs[name], *header)) for name, (title, *header) in OPS.items() if name in runs),
         folded(
@@ -216,8 +221,7 @@ def _within_memory(runs: dict) -> Iterator[str]:
 def _host(runs: dict) -> Iterator[str]:
     if "first-step" in runs:
         yield first_step(runs["first-step"])
-    if "host-time" in runs:
-        yield host_time(runs["host-time"])
+    yield from (host_time(runs[name]) for name in ("host-time", "host-time-of-4-gpus") if name in runs)
 
 
 if __name__ == "__main__":

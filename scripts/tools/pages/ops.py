@@ -64,9 +64,20 @@ def host_time(run: dict) -> str:
     for name, value in run["milliseconds"].items():
         missed = name != "unpatched" and value > HOST_TIME
         cells.append(f"{name} **{value:.2f} ms**" if missed else f"{name} {value:.2f} ms")
+    ranks = run["settings"].get("ulysses", 1)
+    where = f" on one of {ranks} GPUs that share the tokens" if ranks > 1 else ""
     return (
-        f"The time of Python for the launches of a block of {run['settings']['config']}, without CUDA graphs unless "
-        f"said: {', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"
+        f"The time of Python for the launches of a block of {run['settings']['config']}{where}, without CUDA graphs "
+        f"unless said: {', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"
+    )
+
+
+def exchange_table(run: dict) -> str:
+    """Return the parts of a self-attention that several GPUs share."""
+    settings = run["settings"]
+    size = f"{settings['heads']}×{settings['tokens']}×{settings['head_dim']} on {settings['ulysses']} GPUs"
+    return table_of(
+        [f"self-attention of {size}", "ms"], [[name, f"{ms:.3f}"] for name, ms in run["milliseconds"].items()]
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from scripts.benchmarks import exchange
+from scripts.tools.pages.ops import exchange_table
 from tests.ranks import start_on_cpu
 
 
@@ -20,6 +21,9 @@ def test_every_part_is_timed(tmp_path):
     figures = json.loads((tmp_path / "exchange.json").read_text())
     assert figures["settings"] == {"ulysses": 2, "heads": 4, "tokens": 64, "head_dim": 64}
     assert len(figures["milliseconds"]) == 11
+    page = exchange_table(figures)
+    assert "| self-attention of 4×64×64 on 2 GPUs | ms |" in page
+    assert len(page.splitlines()) == 2 + 11
     assert all(value > 0 for value in figures["milliseconds"].values())
 
 

@@ -103,8 +103,13 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
         return copy.deepcopy(TEXT_ENCODER)
     if "measure_attention_error" in command[0]:
         return copy.deepcopy(ATTENTION_ERRORS)
+    if "benchmarks/exchange" in command[0]:
+        settings = {"ulysses": int(command[-1]), "heads": 12, "tokens": len(name), "head_dim": 128}
+        return {"settings": settings, "environment": ENVIRONMENT, "milliseconds": {"attention": 2.5}}
     if "benchmarks/ops" in command[0]:
         like = "ops"
+    elif "host_time" in command[0]:
+        like = "host-time"
     elif "end_to_end" in command[0]:
         like = "wan2.1-1.3b-decoded" if "--decode" in command else "wan2.1-1.3b"
     else:
