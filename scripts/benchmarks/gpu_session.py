@@ -73,6 +73,7 @@ def _on_several_gpus() -> dict[int, dict[str, tuple[str, ...]]]:
         "wan2.1-1.3b-decoded": ("wan2.1-1.3b", "--decode"),
         "wan2.2-5b-decoded": ("wan2.2-5b", "--decode"),
     }
+    decodes = {"wan2.1-14b-1-layer-decoded": "wan2.1-14b", "wan2.2-5b-1-layer-decoded": "wan2.2-5b"}
     tiers = {"": ("--repeats", "3"), "-quantized": ("--repeats", "3", *QUANTIZED), "-sparse": (*LEFT_OUT, *SPARSE)}
     sizes = {"wan2.1-1.3b": ("12", "32760"), "wan2.1-14b-720p": ("40", "75600")}
     return {
@@ -84,6 +85,10 @@ def _on_several_gpus() -> dict[int, dict[str, tuple[str, ...]]]:
             f"{model}{tier}-{gpus}-gpus": (*END_TO_END, *options, *of_tier, "--ulysses", str(gpus))
             for model, options in models.items()
             for tier, of_tier in tiers.items()
+        }
+        | {
+            f"{name}-{gpus}-gpus": (*END_TO_END, model, *DECODED, "--ulysses", str(gpus))
+            for name, model in decodes.items()
         }
         for gpus in (2, 4)
     }

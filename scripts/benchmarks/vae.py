@@ -5,7 +5,8 @@
 The weights are random, and so is the video. The memory is what the work takes beside the VAE's weights and its input,
 with the result. The error is that of a short video's result against diffusers' own code in fp32. "Little memory" is the
 patch with no memory to spare: as few frames at a time as it can. A tiny VAE, whose weights are random too, decodes in
-place of the VAE: it has no error to tell.
+place of the VAE: it has no error to tell. A strip is what one of several GPUs decodes of a video, without the exchange
+of frames.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,13 +38,23 @@ from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.patching.families import CASES
-from turbo_rcm_patch.patching.families.vae.chunks import LIMIT, decoding_bytes, encoding_bytes
+from turbo_rcm_patch.patching.families.vae.chunks import (
+    LIMIT,
+    decoding_bytes,
+    encoding_bytes,
+    frames_at_once,
+    output_shape,
+)
+from turbo_rcm_patch.patching.families.vae.decoder import decoded
+from turbo_rcm_patch.patching.families.vae.forward import joined, plan_for
 from turbo_rcm_patch.patching.families.vae.sizes import latent_size
+from turbo_rcm_patch.patching.families.vae.strips import cuts_of, strips_of
 from turbo_rcm_patch.patching.tiny_vae.network import EDGE, TinyDecoder
 from turbo_rcm_patch.tables import table
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 LITTLE_MEMORY, IN_TILES, TINY = "patched, little memory", "patched, in tiles", "tiny VAE"
+STRIPS = {f"patched, a strip of {count}": count for count in (2, 4)}
 SHORT = 9  # frames of the video that the error is measured on
 HEADER = ("work", "variant", "seconds", "over unpatched", "GB", "predicted, GB", "error")
 
@@ -87,9 +99,21 @@ def rows_of(vae: nn.Module, work: str, size: tuple[int, int, int], repeats: int)
     for variant in variants_of(vae, work):
         with as_variant(vae, variant) as model:
             error = None if variant == TINY else relative_l2(coded(model, work, short), exact)
-            yield {"work": work, "variant": variant, **measure(model, work, video, repeats), "error": error} | {
+            taken = measure(partial(coded, model, work, video), video.is_cuda, repeats)
+            yield {"work": work, "variant": variant, **taken, "error": error} | {
                 "predicted": predicted_bytes(vae, work, variant, size)
             }
+    for variant, count in STRIPS.items() if work == "decode" else ():
+        with trp.patch(vae):
+            taken = measure(partial(decoded_strip, vae, video, count), video.is_cuda, repeats)
+        yield {"work": work, "variant": variant, **taken, "error": None, "predicted": None}
+
+
+def decoded_strip(vae: nn.Module, z: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the frames of a strip in the middle of `count`, or of the second of two."""
+    cuts = cuts_of(vae.decoder, strips_of(*z.shape[-2:], count)[count // 2])
+    frames = frames_at_once(vae, z, None, shares=cuts.shares)
+    return joined(decoded(vae, z, plan_for(vae, z), frames, cuts), output_shape(vae, z)[2])
 
 
 def variants_of(vae: nn.Module, work: str) -> tuple[str, ...]:
@@ -154,17 +178,16 @@ def input_of(vae: nn.Module, work: str, size: tuple[int, int, int]) -> torch.Ten
     return x if work == "decode" else x.clamp_(-1, 1)
 
 
-def measure(vae: nn.Module, work: str, x: torch.Tensor, repeats: int) -> dict:
-    """Return the median time of the work, and the peak of the memory that it takes in bytes, or None on a CPU."""
-    on_gpu = x.is_cuda
-    coded(vae, work, x)  # compiles kernels
+def measure(call: Callable[[], object], on_gpu: bool, repeats: int) -> dict:
+    """Return the median time of a call, and the peak of the memory that it takes in bytes, or None on a CPU."""
+    call()  # compiles kernels
     gc.collect()
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if on_gpu else None
-    seconds = [seconds_of(lambda: coded(vae, work, x), on_gpu) for _ in range(repeats)]
+    seconds = [seconds_of(call, on_gpu) for _ in range(repeats)]
     taken = torch.cuda.max_memory_allocated() - before if on_gpu else None
     return {"seconds": statistics.median(seconds), "bytes": taken}
 

@@ -5,17 +5,20 @@ from unittest import mock
 import pytest
 import torch
 from diffusers import ContextParallelConfig
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch.distributed.device_mesh import init_device_mesh
 
 import turbo_rcm_patch as trp
-from tests.oracle import relative_error
+from tests.oracle import assert_no_worse, relative_error
 from tests.patching.families.peak import as_on_a_gpu
+from tests.patching.families.test_vae_decoder import WELL_CONDITIONED
 from tests.patching.families.test_vae_memory import real
-from tests.ranks import RANKS, in_cpu_ranks
+from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.patching.families.vae import forward, frames_sent_to, strips
 from turbo_rcm_patch.patching.families.vae.chunks import frames_at_once, peak_elements, stages_of
+from turbo_rcm_patch.patching.families.vae.classes import patch_size_of
 from turbo_rcm_patch.patching.families.vae.decoder import _Decoder, decoded
 from turbo_rcm_patch.patching.families.vae.strips import Strip, cuts_of, margins_of, strips_of
 from turbo_rcm_patch.tiers import EXACT
@@ -176,3 +179,58 @@ def test_a_process_that_cannot_does_not_leave_the_others_waiting(ranks):
 def test_after_restore_a_process_decodes_alone(ranks):
     vae, z = tiny_wan_pipeline().vae, tiny_latents(2, 1, 2, 8)
     assert torch.equal(ranks[0]["restored"], decode(vae, z))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On GPUs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def large_vae_and_latents(kind):
+    return tiny_vae(kind, torch.bfloat16).cuda(), tiny_latents(4, 1, 12, 60, dtype=torch.bfloat16).cuda()
+
+
+@torch.no_grad()
+def on_gpus(rank):
+    """A decode in strips of each kind's VAE, which a parallel transformer was patched with."""
+    torch.cuda.set_device(rank)
+    decodes = {}
+    for kind in WELL_CONDITIONED:
+        vae, z = large_vae_and_latents(kind)
+        pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+        pipe.vae = vae
+        patch = trp.patch(pipe.to("cuda"))
+        pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=RANKS))
+        widths = []
+        with widths_of_parts(widths):
+            decodes[kind] = decode(vae, z).cpu(), set(widths), patch.summary()
+    return decodes
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("kind", WELL_CONDITIONED)
+def test_strips_on_a_gpu(kind):
+    """Whole frames and strips are in different tiles of the kernels, and are both rounded to bf16."""
+    vae, z = large_vae_and_latents(kind)
+    unpatched = decode(vae, z).cpu()
+    oracle = decode(tiny_vae(kind, torch.bfloat16).double(), z.cpu().double())
+    trp.patch(vae)
+    for count in (2, 3):
+        frames = unpatchify(in_strips(vae, z, count), patch_size=patch_size_of(vae)).clamp(-1, 1)
+        assert_no_worse(frames.cpu(), unpatched, oracle)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+def test_two_gpus_decode_no_worse_than_one(tmp_path):
+    ranks = in_gpu_ranks(on_gpus, tmp_path)
+    for kind in WELL_CONDITIONED:
+        vae, z = large_vae_and_latents(kind)
+        oracle, unpatched = decode(tiny_vae(kind, torch.bfloat16).double(), z.cpu().double()), decode(vae, z).cpu()
+        for results in ranks:
+            frames, widths, summary = results[kind]
+            assert "each of 2 processes decodes a strip" in summary
+            assert widths == {frames.shape[-1] // RANKS // (2 if "residual" in kind else 1)}
+            assert_no_worse(frames, unpatched, oracle)
+            assert torch.equal(frames, ranks[0][kind][0])

@@ -7,12 +7,12 @@ import torch
 
 from scripts.benchmarks import memory_cap
 from scripts.benchmarks import vae as module
-from scripts.benchmarks.vae import IN_TILES, LITTLE_MEMORY, PATCHED, TINY, UNPATCHED, main
+from scripts.benchmarks.vae import IN_TILES, LITTLE_MEMORY, PATCHED, STRIPS, TINY, UNPATCHED, main
 from tests.patching.tiny_vae.published import WIDTHS
 from turbo_rcm_patch.patching.families.vae import forward
 from turbo_rcm_patch.patching.tiny_vae import network
 
-SIZE = ["--config", "tiny", "--height", "16", "--width", "24", "--frames", "5", "--repeats", "1"]
+SIZE = ["--config", "tiny", "--height", "16", "--width", "32", "--frames", "5", "--repeats", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,7 @@ def test_every_variant_decodes_and_encodes(tmp_path, monkeypatch, capsys):
     names = UNPATCHED, PATCHED, LITTLE_MEMORY, IN_TILES
     tiny = rows.pop(("decode", TINY))
     assert tiny["error"] is tiny["predicted"] is None
+    assert all(rows.pop(("decode", name))["seconds"] > 0 for name in STRIPS)
     assert set(rows) == {(work, name) for work in ("decode", "encode") for name in names}
     for work in ("decode", "encode"):
         unpatched = rows[work, UNPATCHED]["error"]
