@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -22,8 +23,10 @@ from scripts.tools.page_picture import CHROMIUM, OPTIONS, take
 from turbo_rcm_patch.cli import demo_page as page_of_demo
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.checks import check_arguments
+from turbo_rcm_patch.cli.demo_answer import as_bars, headline_of
 from turbo_rcm_patch.cli.demo_videos import EMBEDDED_MODEL, Answer, DemoVideos
 from turbo_rcm_patch.cli.files import write_video
+from turbo_rcm_patch.shapes.grammar import EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +76,8 @@ def page(server):
 
 WATCH_PROGRESS = """
 window.seen = [];
-new MutationObserver(() => document.querySelectorAll('.progress-text').forEach(e => window.seen.push(e.innerText)))
+const shown = ".progress-text, .progress-level-inner";
+new MutationObserver(() => document.querySelectorAll(shown).forEach(e => window.seen.push(e.innerText)))
     .observe(document.body, {subtree: true, childList: true, characterData: true});
 """
 PLAYING = "[...document.querySelectorAll('video[src]')].filter(v => v.videoWidth == 48 && v.loop && !v.paused).length"
@@ -111,6 +115,7 @@ def late(seconds):
     return load
 
 
+STAGES = {name: [(stage, 1.0) for stage in ("text encoding", "4 steps", "VAE decode", "output")] for name in "ab"}
 RED, BLUE = (230, 20, 20), (20, 20, 230)
 
 
@@ -119,7 +124,7 @@ def two_long_videos(maker, request):
     files = [maker._folder / f"1-{name}.mp4" for name in ("unpatched", "patched")]
     for file, colour in zip(files, (RED, BLUE), strict=True):
         write_video(file, [np.full((33, 32, 48, 3), colour, np.uint8)], 16)
-    return Answer(*files, "times", "summary " * 12, ())
+    return Answer(*files, "times", "summary " * 12, (), "alike", STAGES)
 
 
 def test_two_visitors(page, server, monkeypatch, tmp_path):
@@ -135,12 +140,23 @@ def test_two_visitors(page, server, monkeypatch, tmp_path):
         visitor.bring_to_front()  # a hidden tab does not play
         visitor.wait_for_function(f"{PLAYING} == 2", timeout=200_000)
         shown = visitor.inner_text("body")
+        assert "No GPU here." in shown
+        assert "frames are" in shown.lower()  # the headline
+        assert "WanTransformer3DModel" not in shown
+        for title in ("Times and difference", "What is patched"):
+            visitor.get_by_text(title).click()
+        shown = visitor.inner_text("body")
         for text in ("VAE decode", "without a GPU", "frames: PSNR", "WanTransformer3DModel, 6 blocks"):
             assert text in shown
-    assert any("/4 steps" in text for text in page.evaluate("window.seen"))
+    seen = page.evaluate("window.seen")
+    for text in ("/4 steps", "unpatched 1/1 - ", "\npatched 1/1 - "):  # the step, and whose it is
+        assert text in "\n".join(seen)
 
     ask(other, height=33)
-    other.get_by_text("height 33 is not divisible by 16; try 32.").first.wait_for(timeout=200_000)
+    refusal = other.get_by_role("alert").get_by_text("height 33 is not divisible by 16; try 32.")
+    refusal.wait_for(timeout=200_000)
+    other.get_by_text(EXAMPLES[1]).click()
+    other.wait_for_function(f"document.querySelector('textarea').value == '{EXAMPLES[1]}'")
 
     for label in FEW_STEP_FIELDS:  # which the tiny model does not take
         assert other.get_by_label(label, exact=True).is_disabled()
@@ -153,6 +169,9 @@ def test_two_visitors(page, server, monkeypatch, tmp_path):
         other.wait_for_timeout(1000)
     assert other.evaluate(APART) < 0.1  # of 2 s
 
+    assert not refusal.is_visible()
+    for title in ("Times and difference", "What is patched"):
+        other.get_by_text(title).click()
     assert other.evaluate(CUT_OFF) == []
     other.set_viewport_size({"width": 390, "height": 844})
     assert other.evaluate(CUT_OFF) == ["What is patched"]  # a table to scroll: the page itself is not wider
@@ -183,9 +202,9 @@ def test_a_number_out_of_range_is_a_sentence_with_its_field(tmp_path, capsys, ca
     labels = ("Prompt", "Model", "Tier", "Steps", "Seed", "Height", "Width", "Frames")
     values = dict(zip(labels, ["a fox", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17], strict=True))
     values[label] = field.preprocess(value)
-    with pytest.raises(importlib.import_module("gradio").Error, match=f"^.{label.lower()} {value}[ :]") as error:
-        page_of_demo._answer(maker, [*values.values(), "automatic", "none", None, ""])
-    assert error.value.print_exception is False
+    headline, *others = page_of_demo._answer(maker, [*values.values(), "automatic", "none", None, ""])
+    assert re.search(f'role="alert".*>{label.lower()} {value}[ :]', headline)
+    assert others == [None, None, ""]
     assert caplog.records == []
 
 
@@ -205,13 +224,36 @@ def test_only_what_goes_with_a_model_can_be_chosen(tmp_path):
 FEW_STEP_FIELDS = ("Guidance", "Negative prompt", "Recipe", "LoRA")
 
 
-def test_what_else_there_is_to_know_is_above_the_table(tmp_path):
-    maker = SimpleNamespace(answer=lambda request: Answer(Path("a"), Path("b"), "times", "blocks", ("a <b>", "c")))
-    *_, table, summary = page_of_demo._answer(
+def test_an_answer_begins_with_what_matters(tmp_path):
+    answer = Answer(Path("a"), Path("b"), "times", "blocks", ("a <b>", "c"), "1.2× as fast", STAGES)
+    maker = SimpleNamespace(answer=lambda request: answer)
+    headline, *videos, details = page_of_demo._answer(
         maker, ["a fox", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "automatic", "none", None, ""]
     )
-    assert table.index("a &lt;b&gt;") < table.index("c</p>") < table.index("times")
-    assert "blocks" in summary
+    assert headline.index("1.2× as fast") < headline.index("a &lt;b&gt;") < headline.index("c</p>")
+    assert videos == ["a", "b"]
+    assert details.index("VAE decode") < details.index("times") < details.index("blocks")
+    assert details.count("<details>") == 2
+
+
+def test_bars_are_as_long_as_the_times():
+    bars = as_bars({"unpatched": [("x", 1.0), ("y", 3.0)], "patched": [("x", 1.0), ("y", 1.0)]})
+    assert re.findall(r"width: ([\d.]+)%", bars) == ["25.00", "75.00", "25.00", "25.00"]
+    assert "4.000 s" in bars
+    assert as_bars({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "psnr", "shown"),
+    [
+        ("a GPU", 52.2, "1.2× as fast, the frames are 52 dB apart"),
+        ("a GPU", None, "1.2× as fast, the frames are identical"),
+        (None, 52.2, "The frames are 52 dB apart"),
+    ],
+)
+def test_the_headline(gpu, psnr, shown):
+    patched = SimpleNamespace(total_speedup=1.21, frames=SimpleNamespace(psnr_db=psnr))
+    assert headline_of(SimpleNamespace(variants=[patched], environment=SimpleNamespace(gpu=gpu))) == shown
 
 
 def status_of(request):

@@ -21,7 +21,7 @@ from .verify import BlockCheck, PartCheck, Verification
 def timings_table(timings: StageTimings, writing: float | None = None) -> str:
     """Return one line per stage, all steps in one. writing: seconds from the call's end to the finished file, or None
     without one."""
-    text, (steps, seconds), *after = _short_stages(timings)
+    text, (steps, seconds), *after = short_stages(timings)
     each = f", {format_seconds(statistics.median(timings.steps))} each" if len(timings.steps) > 1 else ""
     lines = [text, (steps + each, seconds), *after, ("total", timings.total)]
     if writing is not None:
@@ -204,7 +204,7 @@ def plot(comparison: Comparison, path: str | Path) -> None:
     figure = Figure(figsize=(7, 2 + 0.6 * len(names)), layout="constrained")
     axes = figure.subplots()
     left = np.zeros(len(names))
-    stages = [_short_stages(variant.timings) for variant in comparison.variants]
+    stages = [short_stages(variant.timings) for variant in comparison.variants]
     for index, (label, _) in enumerate(stages[0]):
         seconds = np.array([each[index][1] for each in stages])
         axes.barh(names, seconds, left=left, label=label, edgecolor="white")
@@ -229,7 +229,7 @@ def _stages(timings: StageTimings) -> list[tuple[str, float]]:
     return [("text encoding", timings.text_encoding), *steps, *after]
 
 
-def _short_stages(timings: StageTimings) -> list[tuple[str, float]]:
+def short_stages(timings: StageTimings) -> list[tuple[str, float]]:
     """Return the stages with all steps in one."""
     first, *_, decode, output = _stages(timings)
     return [first, (counted(len(timings.steps), "step"), sum(timings.steps)), decode, output]

@@ -6,7 +6,6 @@ The page loads nothing from elsewhere and reports nothing. It reads only the fil
 from __future__ import annotations
 
 import argparse
-import html
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from ..embedded import FRAMES, HEIGHT, WIDTH
 from ..recipes import LTX2_RECIPES, RCM_STEPS, RECIPES
 from ..shapes.grammar import EXAMPLES
 from .checks import OWN_SAMPLER
+from .demo_answer import as_bars, as_error, as_headline, folded
 from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request
 from .errors import CommandError
 
@@ -111,10 +111,13 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
         # Before the form is filled in, Gradio sends 0 for an empty number, so nothing can be asked for until then.
         waits = {"interactive": False}
         gr.Markdown("# turbo-rcm\nThe same video twice: as diffusers makes it, and with the patch.")
+        if not maker.has_gpu:
+            gr.Markdown(NO_GPU)
         with gr.Row():
             prompt = gr.Textbox(EXAMPLES[0], label="Prompt", max_length=LONGEST_PROMPT, scale=3, min_width=240, **waits)
             model = gr.Dropdown(maker.models, value=maker.models[0], label="Model", scale=2, min_width=240)
-            preset = gr.Dropdown(list(PRESETS), value="exact", label="Tier")
+            preset = gr.Dropdown(list(PRESETS), value="exact", label="Tier", info=TIER)
+        examples = gr.Dataset(components=[prompt], samples=[[text] for text in EXAMPLES], label="Examples")
         with gr.Row():
             steps = gr.Number(RCM_STEPS, label="Steps", precision=0, placeholder=OWN, min_width=FITS_OWN)
             seed = gr.Number(0, label="Seed", precision=0)
@@ -122,30 +125,36 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
         with gr.Row():
             guidance = gr.Number(None, label="Guidance", placeholder=OWN, min_width=FITS_OWN)
             negative = gr.Textbox("", label="Negative prompt", max_length=LONGEST_PROMPT)
-            recipe = gr.Dropdown([AUTOMATIC, OWN_SAMPLER, *_recipes()], value=AUTOMATIC, label="Recipe")
-            lora = gr.Dropdown([NONE, *maker.loras], value=NONE, label="LoRA")
+            recipe = gr.Dropdown([AUTOMATIC, OWN_SAMPLER, *_recipes()], value=AUTOMATIC, label="Recipe", info=RECIPE)
+            lora = gr.Dropdown([NONE, *maker.loras], value=NONE, label="LoRA", info=LORA)
         button = gr.Button("Generate", variant="primary", **waits)
+        headline = gr.HTML()
         with gr.Row():
             shown = {"autoplay": True, "loop": True, "interactive": False, "min_width": 280}
             videos = [gr.Video(label=label, **shown) for label in LABELS]
-        table, summary = gr.HTML(), gr.HTML()
+        details = gr.HTML()
         form = [prompt, model, preset, steps, seed, *sizes, recipe, lora, guidance, negative]
 
         def generate(progress=gr.Progress(track_tqdm=True), *values):  # noqa: B008 (Gradio looks for it there)
             return _answer(maker, values)
 
-        outputs = [*videos, table, summary]
+        outputs = [headline, *videos, details]
         asked = [button.click, prompt.submit]
         answered = gr.on(asked, generate, form, outputs, api_visibility="private", show_progress_on=videos)
         answered.success(js=PLAY_TOGETHER)
         quietly = {"api_visibility": "private", "queue": False, "show_progress": "hidden"}
         filled_in = [prompt, button, steps, guidance, negative, recipe, lora]
         recipe.input(_steps_of, [model, recipe], steps, **quietly)
+        examples.click(lambda sample: sample[0], examples, prompt, **quietly)
         gr.on([model.input, page.load], _of_model, model, filled_in, **quietly)
     return page
 
 
 LABELS = ("Unpatched", "Patched")
+NO_GPU = "**No GPU here.** PyTorch's operations take the kernels' place, so both videos take their time."
+TIER = "the arithmetic: exact, 8 bits, or sparse attention"
+RECIPE = "how a few-step model was distilled"
+LORA = "adapters that the page was started with"
 OWN = "the model's own"  # in an empty field
 FITS_OWN = 180  # pixels of a field that shows this
 REQUIRED = ("Prompt", "Model", "Tier", "", "Seed", "Height", "Width", "Frames")  # the form's first fields; steps not
@@ -186,31 +195,31 @@ def _of_model(model: str) -> list[dict]:
     ]
 
 
-def _answer(maker: DemoVideos, values: tuple) -> tuple[str, str, str, str]:
-    """Return the two videos, the table and the summary as Gradio shows them. Raises a Gradio error with a sentence."""
-    import gradio as gr
+def _answer(maker: DemoVideos, values: tuple) -> tuple[str, str | None, str | None, str]:
+    """Return the headline, the two videos and the details as Gradio shows them.
 
+    A refusal takes the headline's place, and there are no videos.
+    """
     *most, recipe, lora, guidance, negative = values
     empty = [label for label, value in zip(REQUIRED, most, strict=True) if label and value is None]
     if empty:
-        raise gr.Error(f"{' and '.join(empty)}: fill in a number.", duration=None, print_exception=False)
+        return as_error(f"{' and '.join(empty)}: fill in a number."), None, None, ""
     chosen = (None if recipe == AUTOMATIC else recipe), (None if lora == NONE else lora)
     request = Request(*most, *chosen, guidance, negative)
     try:
         answer = maker.answer(request)
     except CommandError as error:
-        raise gr.Error(str(error), duration=None, print_exception=False) from error
+        return as_error(str(error)), None, None, ""
     except Exception as error:
         logger.exception("a request failed: %s", request)
-        raise gr.Error(f"This failed: {type(error).__name__}. The terminal says more.", duration=None) from error
-    notes = "".join(f'<p style="white-space: pre-line">{html.escape(note)}</p>' for note in answer.notes)
-    table = _as_typed("Times and difference", answer.table, "white-space: pre-wrap; font-size: min(1em, 2.8vw)")
-    summary = _as_typed("What is patched", answer.summary, "overflow-x: auto")
-    return str(answer.unpatched), str(answer.patched), notes + table, summary
-
-
-def _as_typed(title: str, text: str, style: str) -> str:
-    return f'<h3>{title}</h3><pre style="line-height: 1.4; {style}">{html.escape(text)}</pre>'
+        return as_error(f"This failed: {type(error).__name__}. The terminal says more."), None, None, ""
+    details = (
+        as_bars(answer.stages),
+        folded("Times and difference", answer.table, "white-space: pre-wrap; font-size: min(1em, 2.8vw)"),
+        folded("What is patched", answer.summary, "overflow-x: auto"),
+    )
+    headline = as_headline(answer.headline, answer.notes)
+    return headline, str(answer.unpatched), str(answer.patched), "".join(details)
 
 
 class _Policy:

@@ -17,6 +17,7 @@ from ..bench.report import comparison_table
 from ..bench.variants import PATCHED, UNPATCHED
 from ..wording import counted
 from .checks import SPARSITY, check_generation
+from .demo_answer import Stages, headline_of, stages_of
 from .errors import CommandError, user_errors
 from .files import write_video
 from .pipelines import choose_config, choose_device, is_sparse, load_sampler, warn_of_prompts, warn_of_size
@@ -55,13 +56,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Two mp4 files, a table of times and differences, the patch's summary, and notes, for example on the recipe."""
+    """Two mp4 files, a table of times and differences, the patch's summary, and notes, for example on the recipe.
+
+    headline: the table in a few words. stages: of each video, their names and seconds.
+    """
 
     unpatched: Path
     patched: Path
     table: str
     summary: str
     notes: tuple[str, ...]
+    headline: str
+    stages: dict[str, Stages]
 
 
 class DemoVideos:
@@ -78,6 +84,7 @@ class DemoVideos:
         self._runs = {"warmups": 1, "repeats": 2} if device.type == "cuda" else {"warmups": 0, "repeats": 1}
         self.models = [*(started.model or []), EMBEDDED_MODEL]
         self.loras = {file: (file, scale) for file, scale in started.lora or ()}
+        self.has_gpu = device.type == "cuda"
         self.max_pixels = started.max_pixels or MAX_PIXELS[device.type]
 
     def answer(self, request: Request) -> Answer:
@@ -158,7 +165,14 @@ class DemoVideos:
         paths = {name: self._folder / f"{self._count}-{name}.mp4" for name in (UNPATCHED, PATCHED)}
         for name, path in paths.items():
             write_video(path, [np.round(255 * videos[name]).astype(np.uint8)], FPS)
-        return Answer(*paths.values(), comparison_table(comparison), comparison.patch_summary, notes)
+        return Answer(
+            *paths.values(),
+            comparison_table(comparison),
+            comparison.patch_summary,
+            notes,
+            headline_of(comparison),
+            stages_of(comparison),
+        )
 
 
 def _of_the_page(message: str) -> str:
