@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def take(page: Page, output: Path) -> None:
     """Wait for both videos, and write a picture of the whole page."""
-    page.wait_for_function(BOTH_SHOWN, timeout=120_000)
+    page.wait_for_function(BOTH_SHOWN, timeout=600_000)
     page.evaluate(AT_ONE_FRAME)
     page.mouse.move(0, 0)
     page.wait_for_timeout(1000)
