@@ -70,23 +70,23 @@ LTX2_3 = {
 }
 
 
-def vace(layers=3, **options):
+def vace(layers=2, **options):
     return WanVACETransformer3DModel(
         **SMALL, in_channels=CHANNELS, num_layers=layers, vace_layers=[0, layers - 1], vace_in_channels=8, **options
     )
 
 
-def skyreels(layers=3, **options):
+def skyreels(layers=2, **options):
     return SkyReelsV2Transformer3DModel(**SMALL, in_channels=CHANNELS, num_layers=layers, **options)
 
 
-def animate(layers=3, **options):
+def animate(layers=2, **options):
     image = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
     latents = {"latent_channels": CHANNELS, "in_channels": 2 * CHANNELS + 4}
     return WanAnimateTransformer3DModel(**SMALL, **FACE, **image, **latents, num_layers=layers, **options)
 
 
-def animate_2(layers=3, **options):
+def animate_2(layers=2, **options):
     small = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "ffn_dim": 48, "freq_dim": 64, "text_dim": TEXT_DIM}
     channels = {"in_dim": 2 * CHANNELS, "out_dim": CHANNELS}
     return WanAnimate2Transformer3DModel(**{**small, **channels, "text_len": 8, "num_layers": layers, **options})
@@ -106,28 +106,28 @@ _masks = {}
 transformer_wan_animate_2.create_block_mask = _made_once
 
 
-def chronoedit(layers=3, **options):
+def chronoedit(layers=2, **options):
     image = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
     return ChronoEditTransformer3DModel(**SMALL, **image, in_channels=CHANNELS, num_layers=layers, **options)
 
 
-def anyflow(layers=3, **options):
+def anyflow(layers=2, **options):
     return AnyFlowTransformer3DModel(**SMALL, in_channels=CHANNELS, num_layers=layers, **options)
 
 
-def anyflow_far(layers=3, **options):
+def anyflow_far(layers=2, **options):
     return AnyFlowFARTransformer3DModel(
         **SMALL, in_channels=CHANNELS, num_layers=layers, full_chunk_limit=2, chunk_partition=CHUNKS, **options
     )
 
 
-def helios(layers=3, **options):
+def helios(layers=2, **options):
     config = {**SMALL, "in_channels": CHANNELS, "num_layers": layers, "rope_dim": (HEAD_DIM - 40, 20, 20), **options}
     del config["rope_max_seq_len"]
     return HeliosTransformer3DModel(**config)
 
 
-def ltx2(layers=3, **options):
+def ltx2(layers=2, **options):
     return LTX2VideoTransformer3DModel(**{**LTX2, "num_layers": layers, **options})
 
 

@@ -85,12 +85,12 @@ def with_plant(plant, dtype):
 @pytest.mark.parametrize(
     ("plant", "dtype"),
     [
-        (gelu_channel, torch.bfloat16),
         (key_channel, torch.bfloat16),
         (residual, torch.float32),
     ],
 )
 def test_a_planted_outlier_fails_without_the_list_and_the_list_names_it_alone(plant, dtype):
+    """test_verify_families.py plants one in a GELU."""
     pipe = with_plant(plant, dtype)
     assert not verify(pipe, ONE_STEP, config=CONFIG).ok
     found = find_keep_out(pipe, ONE_STEP, config=CONFIG)

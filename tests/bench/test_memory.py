@@ -1,5 +1,6 @@
 """The memory of `verify`, counted on tensors without values at the real sizes, beside the plan's."""
 
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -81,9 +82,15 @@ def test_verify_takes_what_the_page_says():
     assert "{} GB with 81 frames, {} GB with 33, {} GB with 5 (calculated)".format(*least) in page
 
 
+@cache
+def wan_14b(tier):
+    ((_, patched),) = models_by_preset("wan2.1-14b", preset=tier)
+    return patched
+
+
 def least_of(tier, frames, beside=checking_stages, count=components_of):
     """Return the GB that Wan 14B takes at least."""
-    ((_, patched),) = models_by_preset("wan2.1-14b", preset=tier)
+    patched = wan_14b(tier)
     components = count(patched.models, patched.config)
     stages = list(stages_of(patched._replace(beside=beside), Video(480, 832, frames)))
     return round((smallest(components, stages).largest_peak(components, stages) + CONTEXT) / 1e9)

@@ -68,8 +68,8 @@ def test_the_parts_of_every_family_are_checked(name):
         assert all(1e-4 < error < 0.1 for error in parts.values())
 
 
-@pytest.mark.parametrize("name", ["vace", "anyflow far, with a cache"])
-def test_what_must_leave_8_bits_is_found_in_other_families(name):
+def test_what_must_leave_8_bits_is_found_in_another_family():
+    name = "vace"
     model = tiny_family_transformer(name, torch.bfloat16, layers=2)
     ffn = model.blocks[1].ffn
     with torch.no_grad():  # only one channel of the GELU counts, and beside another one it has no bits left

@@ -46,15 +46,13 @@ print(codes, touched)
 """
 
 
-def test_a_new_process_prints_its_own_errors_and_warnings_alone_and_no_import_touches_the_gpu(tmp_path, saved_models):
-    """It runs three commands, then imports all modules. Importing torch and diffusers would print warnings."""
+def test_a_new_process_prints_its_own_errors_and_warnings_alone_and_no_import_touches_the_gpu(tmp_path):
+    """It runs two commands, then imports all modules. Importing torch and diffusers would print warnings."""
     wrong = ["info", "--device", "cuda:99"]
     warns = ["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *TINY]
-    known = ["--model", str(saved_models / "t2v"), "--sigma-max", "80"]
-    silent = ["generate", "a fox", "-o", str(tmp_path / "fox.mp4"), *known, *TINY]
-    code = f"COMMANDS = {[wrong, warns, silent]}" + RUN_COMMANDS_AND_IMPORT_ALL
+    code = f"COMMANDS = {[wrong, warns]}" + RUN_COMMANDS_AND_IMPORT_ALL
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[2, 0, 0] []"
+    assert done.stdout.splitlines()[-1] == "[2, 0] []"
     error, warning = done.stderr.splitlines()
     assert error.startswith("turbo-rcm info: --device cuda:99: ")
     assert warning.startswith("turbo-rcm generate: warning: the embedded model has learned videos of")

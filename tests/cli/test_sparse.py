@@ -48,14 +48,6 @@ def test_verify_shows_what_a_mass_keeps(tmp_path):
     assert "topk" not in content["settings"]
 
 
-def test_compare(tmp_path, capsys):
-    options = ["--steps", "1", "--repeats", "1", "--json", str(tmp_path / "compare.json")]
-    assert main(["compare", *SMALL, *SPARSE, *options]) == 0
-    assert "SLA 1/2 blocks" in capsys.readouterr().out
-    variants = json.loads((tmp_path / "compare.json").read_text())["variants"]
-    assert [variant["name"] for variant in variants] == ["unpatched", "patched exactly", "patched"]
-
-
 def test_evaluate_puts_the_fine_tuned_model_beside_the_dense_one(tmp_path, monkeypatch):
     has_projections, evaluate = {}, commands.evaluate
 

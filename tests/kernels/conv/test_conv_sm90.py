@@ -1,7 +1,7 @@
 """The Gluon convolution: its tiles, steps and hand-overs on the CPU, and on a GPU of sm_90 against the oracle."""
 
 import types
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -85,8 +85,9 @@ def on_cpu(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(("programs", "has_front"), [(1, True), (4, False)])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "programs", "has_front"), zip(SIZES, cycle((1, 4)), cycle((True, False, False, True)))
+)
 def test_every_step_and_tile(name, programs, has_front, on_cpu):
     *_, upsample, interleave = SIZES[name]
     tensors = operands(*SIZES[name])

@@ -158,10 +158,10 @@ def test_a_causal_model_writes_the_same_cache_as_unpatched():
 
 NOT_FUSED = {
     "vace": "not fused: the control blocks' input and output projections",
-    "skyreels, causal": "attention mask (3)",
-    "anyflow far": "processor AnyFlowCausalAttnProcessor (3)",
+    "skyreels, causal": "attention mask (2)",
+    "anyflow far": "processor AnyFlowCausalAttnProcessor (2)",
     "helios": "not fused: the patch embeddings of the history",
-    "animate": "not fused: 3 face adapters between the blocks",
+    "animate": "not fused: 2 face adapters between the blocks",
 }
 
 

@@ -111,7 +111,7 @@ def test_attention_is_in_the_models_dtype_in_every_tier():
     for tier in ("quantized", "block_sparse"):
         with trp.patch(model, tier) as patch:
             output_of(NEW, model)
-            assert "keys of a driving video (3)" in patch.summary()
+            assert "keys of a driving video (2)" in patch.summary()
             assert quantized_linears(model)
 
 

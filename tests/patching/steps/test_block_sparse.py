@@ -122,7 +122,7 @@ def test_short_videos_are_dense_and_the_summary_says_so(quantize, calls):
 
 @pytest.mark.parametrize("quantize", [(), ("attention",)])
 def test_exact_layers(quantize, calls):
-    model = tiny_family_transformer("vace")  # of each list of blocks
+    model = tiny_family_transformer("vace", layers=3)  # of each list of blocks
     inputs = tiny_family_inputs("vace", model)
     with trp.patch(model, config(quantize=quantize, exact_layers=(1, 1))) as patch:
         run(model, inputs)
