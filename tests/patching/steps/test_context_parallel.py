@@ -84,6 +84,7 @@ def on_cpu(rank):
     return {
         "alone": {batch: alone(rank, batch) for batch in (1, 3)},
         "models": {name: run_model(name) for name in MODELS},
+        "three heads": three_heads(),
         "ring": [ring(patched) for patched in (True, False)],
         "gradients": [gradients(patched) for patched in (True, False)],
         "compiled": compiled(),
@@ -157,6 +158,16 @@ def ring(patched):
     except ValueError as error:
         outcome = str(error)
     return outcome, patch and patch.summary()
+
+
+def three_heads():
+    """Return the error of a model whose heads two ranks cannot share, and the summary."""
+    model = tiny_wan_transformer(heads=3)
+    patch = trp.patch(model)
+    model.enable_parallelism(config=parallel_config(**ULYSSES))
+    with torch.no_grad(), pytest.raises(ValueError, match="heads") as caught:
+        model(**tiny_transformer_inputs(model))
+    return str(caught.value), patch.summary()
 
 
 def gradients(patched):
@@ -282,6 +293,13 @@ def test_a_ring_is_left_to_diffusers(ranks):
         assert ours == theirs
         assert "return_lse" in ours
         assert "ring context parallelism (2)" in row(summary, "self_attention", " attention ")
+
+
+def test_heads_that_do_not_divide(ranks):
+    for results in ranks:
+        error, summary = results["three heads"]
+        assert error.startswith("3 heads cannot be shared equally among 2 GPUs; give ulysses_degree a divisor of 3")
+        assert "3 heads on 2 ranks (2)" in row(summary, "self_attention", " attention ")
 
 
 def test_gradients_are_diffusers(ranks):

@@ -12,7 +12,7 @@ from ... import kernels
 from ...kernels import FP8, Quantized, reference
 from ...kernels.attention.sdpa import name_if_replaced
 from . import in_8_bits
-from .context_parallel import ulysses_attention, why_not_between_all_to_alls
+from .context_parallel import check_heads, ulysses_attention, why_not_between_all_to_alls
 from .layers import skip_after, why_not_head_norm
 from .plan import Call, Step
 from .residual import Storage
@@ -127,5 +127,7 @@ def _attention_then_add(attend, add, q, k, v, to):
 
 def _attention_of_backend(processor, crossing, q, k, v, to=None):
     parallel_config = None if crossing else processor._parallel_config
+    if parallel_config is not None:
+        check_heads(parallel_config, q.shape[2])
     output = dispatch_attention_fn(q, k, v, backend=processor._attention_backend, parallel_config=parallel_config)
     return output.type_as(q) if to is None else to + output.type_as(q)

@@ -38,6 +38,16 @@ def why_not_between_all_to_alls(parallel_config: ParallelConfig, heads: int, *, 
     return "autograd under context parallelism" if differentiated else None
 
 
+def check_heads(parallel_config: ParallelConfig, heads: int) -> None:
+    """Raise ValueError if diffusers could not share these heads among the ranks. Its own error does not say why."""
+    config = parallel_config.context_parallel_config
+    if not config.ulysses_anything and heads % config.ulysses_degree:
+        raise ValueError(
+            f"{heads} heads cannot be shared equally among {config.ulysses_degree} GPUs; give ulysses_degree a divisor "
+            f"of {heads}, or ulysses_anything=True."
+        )
+
+
 def ranks_of(parallel_config: ParallelConfig | None) -> int:
     """Return the number of GPUs that share the tokens of a sample."""
     config = None if parallel_config is None else parallel_config.context_parallel_config
