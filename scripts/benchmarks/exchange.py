@@ -2,8 +2,9 @@
 
     python scripts/benchmarks/exchange.py --ulysses 4 --heads 12 --tokens 32760 --json exchange.json
 
-The parts are what the package runs, and for comparison: three messages instead of one, messages of half the bytes, and
-an exchange that runs beside the attention. Every GPU times them, the first one reports.
+The parts are what the package runs, and for comparison: three messages instead of one, messages of half the bytes, an
+exchange that runs beside the attention, and the whole with two halves of the heads, where one is sent while the other
+attends. Every GPU times them, the first one reports.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def parts_of(options: argparse.Namespace, device: torch.device) -> dict[str, Cal
     quantized = in_8_bits()
     attend, attend_8bit = partial(kernels.attention, *whole), partial(kernels.attention_8bit, quantized)
     result = attend().transpose(0, 1).contiguous()
+
+    def attend_in_8_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads = q.shape[2]
+        return kernels.attention_8bit(kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=heads))
+
     half = message.view(torch.int8)[..., : message.shape[-1] * message.element_size() // 2].contiguous()
     return {
         "pack q, k and v": partial(packed, (q, k, v), ranks),
@@ -97,21 +103,81 @@ def parts_of(options: argparse.Namespace, device: torch.device) -> dict[str, Cal
         "unpack the result": partial(own_tokens, result, ranks),
         "attention beside an exchange of q, k and v": _beside(attend, partial(exchanged, message, group), device),
         "attention in 8 bits beside it": _beside(attend_8bit, partial(exchanged, message, group), device),
+        "the whole": partial(_whole, kernels.attention, (q, k, v), ranks, group),
+        "the whole, by halves of the heads": _by_halves(kernels.attention, (q, k, v), ranks, group, device),
+        "the whole in 8 bits": partial(_whole, attend_in_8_bits, (q, k, v), ranks, group),
+        "the whole in 8 bits, by halves of the heads": _by_halves(attend_in_8_bits, (q, k, v), ranks, group, device),
     }
 
 
+def _whole(attend: Callable, parts: tuple[torch.Tensor, ...], ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return _sent_back(_attended(attend, exchanged(packed(parts, ranks), group)), ranks, group)
+
+
+def _attended(attend: Callable, received: torch.Tensor) -> torch.Tensor:
+    """Return the attention's result [S, B, H/W, D] for a message of q, k and v that was received."""
+    parts = (part.transpose(0, 1) for part in received.flatten(0, 1).unbind(1))
+    return attend(*parts).transpose(0, 1).contiguous()
+
+
+def _sent_back(result: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return own_tokens(exchanged(result, group), ranks)
+
+
+def _by_halves(
+    attend: Callable, parts: tuple[torch.Tensor, ...], ranks: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], object]:
+    """Return a call in which the second half is sent while the first one attends, and the first one's result while the
+    second one attends."""
+    side = Side(device)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        of_ranks = (part.unflatten(2, (ranks, -1)).tensor_split(2, 3) for part in parts)
+        first, second = (packed([part.flatten(2, 3) for part in half], ranks) for half in zip(*of_ranks, strict=True))
+        received = exchanged(first, group)
+        with side:
+            other = exchanged(second, group)
+        result = _attended(attend, received)
+        side.join()
+        with side:
+            sent = _sent_back(result, ranks, group)
+        last = _attended(attend, other)
+        side.join()
+        return sent, _sent_back(last, ranks, group)
+
+    return run
+
+
+class Side:
+    """A second stream of a GPU: what is launched within it runs beside what is launched after it, until `join`."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._within = contextlib.nullcontext()
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._within = torch.cuda.stream(self._stream)
+        self._within.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._within.__exit__(*error)
+
+    def join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
 def _beside(run: Callable, other: Callable, device: torch.device) -> Callable[[], None]:
-    """Return a call of both, on two streams of a GPU."""
-    if device.type == "cpu":
-        return lambda: (other(), run())
-    side = torch.cuda.Stream(device)
+    """Return a call of both, beside each other."""
+    side = Side(device)
 
     def both() -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with side:
             other()
         run()
-        torch.cuda.current_stream().wait_stream(side)
+        side.join()
 
     return both
 
@@ -139,6 +205,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
     options = parser.parse_args(argv)
+    if options.heads < 2 * options.ulysses:
+        parser.error(f"--heads {options.heads}: every GPU needs two, for halves.")
     for name in ("heads", "tokens"):
         if getattr(options, name) % options.ulysses:
             parser.error(f"--{name} {getattr(options, name)} cannot be divided by --ulysses {options.ulysses}.")

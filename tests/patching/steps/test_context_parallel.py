@@ -100,7 +100,7 @@ def parallel_config(device="cpu", **degrees):
 
 
 def alone(rank, batch):
-    """The rank's part of ulysses_attention, and the shapes that attend was given."""
+    """The rank's part of ulysses_attention, the shapes that attend was given, and the part of one to fewer keys."""
     config = ParallelConfig(context_parallel_config=parallel_config(**ULYSSES))
     config.setup(rank, RANKS, torch.device("cpu"), mesh=config.context_parallel_config.mesh)
     given = []
@@ -113,7 +113,8 @@ def alone(rank, batch):
     if rank == 0:  # compiling kernels ahead: rank 1 does not answer
         with recorded(lambda _: None):
             assert ulysses_attention(config, lambda q, k, v: q, q, k, v).shape == q.shape
-    return ulysses_attention(config, attend, q, k, v), given
+    to_fewer = ulysses_attention(config, attention, q, k[:, :3], v[:, :3])
+    return ulysses_attention(config, attend, q, k, v), given, to_fewer
 
 
 def run_model(name):
@@ -260,6 +261,10 @@ def row(summary, sub_layer, step):
 def test_ranks_attend_to_the_tokens_of_all(ranks, batch):
     outputs = [results["alone"][batch][0] for results in ranks]
     assert relative_error(torch.cat(outputs, dim=1), attention(*random_qkv(batch))) <= 1e-6
+    q, k, v = random_qkv(batch)
+    k, v = (x.unflatten(1, (RANKS, -1))[:, :, :3].flatten(1, 2) for x in (k, v))
+    to_fewer = [results["alone"][batch][2] for results in ranks]
+    assert relative_error(torch.cat(to_fewer, dim=1), attention(q, k, v)) <= 1e-6
     for results in ranks:
         assert results["alone"][batch][1] == [[batch, 10, 2, 6]] * 3
 
