@@ -8,6 +8,7 @@ import imageio.v3 as iio
 import pytest
 import torch
 from diffusers import WanPipeline
+from PIL import Image
 
 import turbo_rcm_patch as trp
 from tests import lora_files
@@ -27,6 +28,18 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_it_is_read_in_three_minutes():
     assert len(README.splitlines()) <= 150
+
+
+def test_the_first_screen_has_a_small_chart_and_a_short_animation():
+    first = README.split("## Install")[0]
+    chart, animation = re.findall(r"!\[.*\]\((.*)\)", first)
+    with Image.open(ROOT / chart) as image:
+        assert image.width <= 700
+        assert image.height <= 700
+    assert (ROOT / animation).stat().st_size <= 2e6
+    with Image.open(ROOT / animation) as image:
+        assert image.n_frames > 1
+    assert "tiny model" in first
 
 
 def test_links_lead_somewhere():

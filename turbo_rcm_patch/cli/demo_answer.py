@@ -16,10 +16,10 @@ Stages = Sequence[tuple[str, float]]  # names and seconds
 
 
 def headline_of(comparison: Comparison) -> str:
-    """Return how much faster the patched video was made, and how far its frames are from the unpatched ones."""
+    """Return how much faster the patched video was made, and how far its frames agree with the unpatched ones."""
     patched = comparison.variants[-1]
-    apart = patched.frames.psnr_db
-    frames = "the frames are identical" if apart is None else f"the frames are {apart:.0f} dB apart"
+    alike = patched.frames.psnr_db
+    frames = "the frames are identical" if alike is None else f"the frames agree to {alike:.0f} dB"
     if comparison.environment.gpu is None:
         return f"{frames[0].upper()}{frames[1:]}"
     return f"{patched.total_speedup:.1f}× as fast, {frames}"
@@ -32,7 +32,7 @@ def stages_of(comparison: Comparison) -> dict[str, Stages]:
 
 def as_headline(text: str, notes: Sequence[str]) -> str:
     shown = "".join(f'<p style="white-space: pre-line">{html.escape(note)}</p>' for note in notes)
-    title = "PSNR: the higher, the more alike"
+    title = "peak signal-to-noise ratio: the higher, the more alike"
     return f'<h2 style="margin: 0" title="{title}">{html.escape(text)}</h2>{shown}'
 
 

@@ -151,7 +151,7 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
 
 
 LABELS = ("Unpatched", "Patched")
-NO_GPU = "**No GPU here.** PyTorch's operations take the kernels' place, so both videos take their time."
+NO_GPU = "**No GPU here.** PyTorch's operations take the kernels' place, so the times say nothing about the kernels."
 TIER = "the arithmetic: exact, 8 bits, or sparse attention"
 RECIPE = "how a few-step model was distilled"
 LORA = "adapters that the page was started with"
