@@ -15,7 +15,7 @@ from tests import lora_files
 from tests.tiny_ltx2 import tiny_ltx2_pipeline
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.components import components_of
-from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset
+from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs
 from turbo_rcm_patch.memory.stages import denoising_bytes
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.summary import current_plan
@@ -68,6 +68,8 @@ def test_the_memory_is_what_is_planned():
         assert f"{weights['transformer'] / 1e9:.0f} GB for {size}" in words
         assert f"the text encoder, {weights['text_encoder'] / 1e9:.0f} GB" in words
         steps[size] = [max(denoising_bytes("transformer", exact, video)) for video in VIDEOS]
+    (need,) = needs(models_by_preset("wan2.1-1.3b", preset="exact"), VIDEOS[:1])
+    assert f"take {need.resident / 1e9:.0f} GB of the card (calculated)" in README
     at_480p, at_720p = steps["1.3B"][0], steps["14B"][1]
     assert f"about {at_480p / 1e9:.0f} GB for 1.3B at 480p and {at_720p / 1e9:.0f} GB for 14B at 720p" in words
 
