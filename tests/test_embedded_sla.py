@@ -52,7 +52,7 @@ def test_low_precision(tuned):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kept", [0.1, 0.3])
+@pytest.mark.parametrize("kept", [0.1])
 def test_it_is_nearer_to_dense_attention_than_block_sparsity_alone(dense, tuned, kept):
     """Return the velocity at the sampler's last state, after steps of the dense model."""
     text = dense.encode_prompt([EXAMPLES[0]], do_classifier_free_guidance=False)[0]

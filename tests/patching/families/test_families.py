@@ -50,7 +50,7 @@ def test_fp32_models_match_unpatched(name, implementation, device):
     ],
 )
 def test_low_precision_models_are_no_further_from_the_oracle(name, dtype, on):
-    layers = 3 if on == "cuda" else 2
+    layers = 3 if on == "cuda" else fewest_layers(name)
     model, oracle = (tiny_family_transformer(name, d, layers=layers).to(on) for d in (dtype, torch.float32))
     oracle.load_state_dict(model.state_dict())
     reference, unpatched = output_of(name, oracle, on), output_of(name, model, on)
@@ -72,7 +72,7 @@ def test_one_prompt_serves_several_latents(name, on):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_block_runs_its_plan(name, monkeypatch):
     """The equivalence above would hold without a patch too: a wrong step must show in the output."""
-    model = tiny_family_transformer(name, layers=2)
+    model = tiny_family_transformer(name, layers=fewest_layers(name))
     expected = output_of(name, model)
     skip = layers._skip
     with trp.patch(model):

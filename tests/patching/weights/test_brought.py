@@ -24,8 +24,15 @@ places = pytest.mark.parametrize("place", PLACES)
 
 
 @places
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tier", ["quantized", "block_sparse", trp.Quantized(quantize=("attention",))])
+@pytest.mark.parametrize(
+    ("tier", "dtype"),
+    [
+        ("quantized", torch.float32),
+        ("quantized", torch.bfloat16),
+        ("block_sparse", torch.float32),
+        (trp.Quantized(quantize=("attention",)), torch.bfloat16),
+    ],
+)
 def test_results_are_those_of_a_model_that_rests(tier, dtype, place):
     model, plain = tiny_wan_transformer(dtype=dtype, layers=1), tiny_wan_transformer(dtype=dtype, layers=1)
     unpatched = output_of(plain)
@@ -41,8 +48,9 @@ def test_results_are_those_of_a_model_that_rests(tier, dtype, place):
     assert torch.equal(output_of(model), unpatched)
 
 
-@places
-@pytest.mark.parametrize("name", ["vace", "chronoedit", "anyflow, a timestep per frame"])
+@pytest.mark.parametrize(
+    ("name", "place"), zip(["vace", "chronoedit", "anyflow, a timestep per frame"], PLACES, strict=True)
+)
 def test_families_under_offloading(name, place):
     outputs = []
     for around in (lambda model: None, PLACES[place]):
