@@ -144,7 +144,7 @@ def _steps_of(run: dict) -> dict[str, Step]:
 def speedups_by_tier(runs: dict) -> dict[str, dict[str, float]]:
     """Return how many times as fast as torch.compile a step is, by model and tier, each from the tier's own run.
 
-    Models and tiers have an order: the model with the most tiers first, the tiers as in TIERS.
+    Models and tiers have an order: models with all layers first, then those with the most tiers; the tiers as in TIERS.
     """
     speedups: dict[str, dict[str, float]] = {}
     for name, variants in steps_by_tier(runs).items():
@@ -153,7 +153,7 @@ def speedups_by_tier(runs: dict) -> dict[str, dict[str, float]]:
         for tier in (own, EXACT.name):
             if tier in variants and (tier == own or tier not in model):
                 model[tier] = compiled / variants[tier].milliseconds
-    ordered = sorted(speedups.items(), key=lambda item: -len(item[1]))
+    ordered = sorted(speedups.items(), key=lambda item: ("layers)" in item[0], -len(item[1])))
     return {model: {tier: tiers[tier] for tier in TIERS if tier in tiers} for model, tiers in ordered}
 
 

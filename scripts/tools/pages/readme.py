@@ -8,7 +8,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 
-from scripts.tools.pages.charts import frames_of, name_of, speedups_by_tier, steps_by_tier, tier_of_run, whole_videos
+from scripts.tools.pages.charts import (
+    frames_of,
+    name_of,
+    speedups_by_tier,
+    steps_by_tier,
+    tier_of_run,
+    title_of,
+    whole_videos,
+)
 from turbo_rcm_patch.amounts import in_gb, parse_amount
 from turbo_rcm_patch.bench.variants import COMPILED, PATCHED, UNPATCHED
 from turbo_rcm_patch.config import PRESETS
@@ -49,23 +57,23 @@ def headline(results: dict) -> str:
     named = [f"{ratio:.2f}× ({tier})" for tier, ratio in tiers.items()]
     line = (
         f"On one **{results['gpu']}** a denoising step of {' at '.join(model.splitlines())}, is {_and(named)} as fast "
-        f"as under `torch.compile`.{_seconds(results['runs'])}"
+        f"as under `torch.compile`.{_seconds(results['runs'], model)}"
     )
     return _wrapped(line)
 
 
-def _seconds(runs: dict) -> str:
-    """Return a sentence on the whole videos that were timed, or "" without any."""
-    videos = [run for run in whole_videos(runs).values() if run["settings"]["num_inference_steps"] > 1]
+def _seconds(runs: dict, model: str) -> str:
+    """Return a sentence on the whole videos of a model that were timed on one GPU, or "" without any."""
+    videos = [run for run in whole_videos(runs).values() if title_of(run) == model]
     if not videos:
         return ""
     totals = {tier_of_run(run): _total(run, PATCHED) for run in videos}
     ours = _and([f"{seconds:.2f} s ({tier})" for tier, seconds in totals.items()])
-    rivals = [_total(videos[0], name) for name in (COMPILED, UNPATCHED)]
+    rivals = [_range([_total(run, name) for run in videos], "{:.1f} s".format) for name in (COMPILED, UNPATCHED)]
     count = videos[0]["settings"]["num_inference_steps"]
     return (
-        f" A video in {count} steps, from the prompt's embeddings to frames, takes {ours}; under `torch.compile` it "
-        f"takes {rivals[0]:.2f} s, unpatched {rivals[1]:.2f} s."
+        f" A video in {count} steps, from the prompt's embeddings to frames, takes {ours}; in the same runs "
+        f"`torch.compile` takes {rivals[0]}, unpatched diffusers {rivals[1]}."
     )
 
 
