@@ -22,8 +22,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.cli.running import CAPTION, error_of
 from tests.ranks import start_on_cpu
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import commands, gpus, main
 from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.cli.pipelines import split_among
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/parallel.py"
 TWO = ["--gpus", "2"]
@@ -55,6 +57,22 @@ def test_more_gpus_than_there_are(tmp_path, capsys, monkeypatch, found, shown):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
     error = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *TWO)
     assert error == f"turbo-rcm generate: --gpus 2: this machine has {shown}."
+
+
+def test_a_model_with_sound(tmp_path, capsys):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "LTX2Pipeline"}')
+    error = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", "--model", tmp_path, *TWO)
+    assert error.endswith("LTX2Pipeline; --gpus takes Wan models.")
+
+
+@pytest.mark.parametrize(
+    ("count", "frames", "message"),
+    [(3, 5, "the model has 2 attention heads; give one of 2"), (2, 9, "has 3 tokens, which do not divide by 2")],
+)
+def test_a_model_or_a_video_that_does_not_divide(count, frames, message):
+    """For a model of the hub the command learns this when it is loaded."""
+    with pytest.raises(CommandError, match=f"--gpus {count}: .*{message}"):
+        split_among(tiny_wan_pipeline(), {"height": 16, "width": 16, "num_frames": frames}, count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
