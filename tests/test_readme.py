@@ -61,7 +61,7 @@ def test_results_of_any_gpu_become_a_page(tmp_path):
     start, end = (marker.format("figures") for marker in write_pages.WRITTEN)
     readme = write_pages.with_results(f"a {start} old {end} b", tmp_path)
     assert readme.startswith(f"a {start}\nOn one **NVIDIA GeForce RTX 4090** a denoising step of Wan 2.2 TI2V-5B at 32")
-    assert "5 frames, is 1.20× (exact) as fast as under `torch.compile`. <" in " ".join(readme.split())
+    assert "5 frames, is 1.20× (exact) as fast as with `torch.compile`. <" in " ".join(readme.split())
     assert "old" not in readme
     assert write_pages.with_results("no markers", tmp_path) == "no markers"
 

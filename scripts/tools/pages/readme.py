@@ -57,7 +57,7 @@ def headline(results: dict) -> str:
     named = [f"{ratio:.2f}× ({tier})" for tier, ratio in tiers.items()]
     line = (
         f"On one **{results['gpu']}** a denoising step of {' at '.join(model.splitlines())}, is {_and(named)} as fast "
-        f"as under `torch.compile`.{_seconds(results['runs'], model)}"
+        f"as with `torch.compile`.{_seconds(results['runs'], model)}"
     )
     return _wrapped(line)
 
@@ -69,11 +69,11 @@ def _seconds(runs: dict, model: str) -> str:
         return ""
     totals = {tier_of_run(run): _total(run, PATCHED) for run in videos}
     ours = _and([f"{seconds:.2f} s ({tier})" for tier, seconds in totals.items()])
-    rivals = [_range([_total(run, name) for run in videos], "{:.1f} s".format) for name in (COMPILED, UNPATCHED)]
+    rivals = [_range([_total(run, name) for run in videos], "{:.1f}".format) for name in (COMPILED, UNPATCHED)]
     count = videos[0]["settings"]["num_inference_steps"]
     return (
-        f" A video in {count} steps, from the prompt's embeddings to frames, takes {ours}; in the same runs "
-        f"`torch.compile` takes {rivals[0]}, unpatched diffusers {rivals[1]}."
+        f" A video in {count} steps, from embedded prompt to frames, takes {ours}; `torch.compile` "
+        f"took {rivals[0]} s beside it, diffusers {rivals[1]} s."
     )
 
 
