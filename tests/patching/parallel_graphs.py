@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import turbo_rcm_patch as trp
-from tests.patching.tape import AUTO, Tape, TapeRecorder, inputs_for, note, replays, run
+from tests.patching.tape import AUTO, Tape, TapeRecorder, graphs_of, inputs_for, note, replays, run
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.patching import cuda_graphs as graphs
 
@@ -56,6 +56,17 @@ def run_graphs(rank, parallelize):
         patch.setattr(graphs, "CudaRecorder", ParallelTapeRecorder)
         results = {name: scenario(rank, parallelize) for name, scenario in SCENARIOS.items()}
     return results
+
+
+def kept_after_the_end(parallelize):
+    """The number of graphs before and after a process group of no use to the model is destroyed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "CudaRecorder", ParallelTapeRecorder)
+        model = parallel_model(parallelize)
+        steps(model, 2)
+        before = graphs_of(model).kept
+        dist.destroy_process_group(dist.new_group())
+    return before, graphs_of(model).kept
 
 
 def steps(model, count=STEPS):

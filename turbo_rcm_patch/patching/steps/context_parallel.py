@@ -6,7 +6,10 @@ them, in 8 bits or sparse too. Another all-to-all takes the output back (Jacobs 
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +23,15 @@ if dist.is_available():
     # torch.compile can trace these collectives.
     import torch.distributed._functional_collectives as funcol
 
+_CLEARS = "_turbo_rcm_patch_clears_graphs"  # marks the function that clears CUDA graphs
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Clearable(Protocol):
+    """CUDA graphs that can be forgotten."""
+
+    def clear(self) -> None:
+        """Forget all recordings and give their memory back."""
 
 
 def why_not_between_all_to_alls(parallel_config: ParallelConfig, heads: int, *, differentiated: bool) -> str | None:
@@ -36,6 +47,27 @@ def why_not_between_all_to_alls(parallel_config: ParallelConfig, heads: int, *, 
     if heads % config.ulysses_degree:
         return f"{heads} heads on {config.ulysses_degree} ranks"
     return "autograd under context parallelism" if differentiated else None
+
+
+_using_groups: weakref.WeakSet[Clearable] = weakref.WeakSet()
+
+
+def clear_before_groups_end(graphs: Clearable) -> None:
+    """From now on, torch.distributed.destroy_process_group first clears these CUDA graphs with collectives.
+
+    NCCL would wait for them forever. A reference to that function that was taken before does not clear them.
+    """
+    _using_groups.add(graphs)
+    destroy = dist.destroy_process_group
+    if not hasattr(destroy, _CLEARS):
+        dist.destroy_process_group = functools.wraps(destroy)(functools.partial(_clear_then, destroy))
+        setattr(dist.destroy_process_group, _CLEARS, True)
+
+
+def _clear_then(destroy: Callable[..., None], *args: object, **kwargs: object) -> None:
+    for graphs in list(_using_groups):
+        graphs.clear()
+    destroy(*args, **kwargs)
 
 
 def check_heads(parallel_config: ParallelConfig, heads: int) -> None:

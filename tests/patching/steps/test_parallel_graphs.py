@@ -1,0 +1,44 @@
+"""CUDA graphs under context parallelism: which steps are recorded, and when graphs go. See test_context_parallel.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig, WanTransformer3DModel
+from diffusers.models._modeling_parallel import ParallelConfig
+
+import turbo_rcm_patch as trp
+from turbo_rcm_patch.patching.cuda_graphs import Graphs
+from turbo_rcm_patch.patching.families.wan.graph import GRAPHED
+from turbo_rcm_patch.patching.steps.context_parallel import clear_before_groups_end
+
+
+def test_graphs_are_gone_before_their_process_group_ends(monkeypatch):
+    """Else NCCL waits for them."""
+    seen = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group=None: seen.append(group))
+    graphs = [Graphs(), Graphs()]
+    for one in graphs:
+        monkeypatch.setattr(one, "clear", lambda: seen.append("cleared"))
+        clear_before_groups_end(one)
+    dist.destroy_process_group(group="group")
+    assert seen == ["cleared", "cleared", "group"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "ranks", "config", "is_recorded"),
+    [
+        (21, 1, trp.Exact(), False),  # 81 frames at 832×480
+        (21, 2, trp.Exact(), True),
+        (21, 4, trp.Exact(), True),
+        (41, 2, trp.Exact(), False),  # 161 frames
+        (41, 2, trp.Sparse(), True),
+    ],
+)
+def test_steps_that_are_recorded_at_the_size_of_wan_1_3b(frames, ranks, config, is_recorded):
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, num_layers=1)
+        latents = torch.empty(1, 16, frames, 60, 104)
+    if ranks > 1:
+        degrees = ContextParallelConfig(ulysses_degree=ranks)
+        model._parallel_config = ParallelConfig(context_parallel_config=degrees)
+    assert GRAPHED.is_large(model, (latents,), config) != is_recorded
