@@ -1,6 +1,7 @@
 """`turbo-rcm compare`."""
 
 import json
+from types import SimpleNamespace
 
 import imageio.v3 as iio
 import numpy as np
@@ -10,7 +11,9 @@ from PIL import Image
 
 from tests.cli.running import CAPTION, TINY, error_of
 from turbo_rcm_patch.cli import main
-from turbo_rcm_patch.cli.side_by_side import STRIP, strip_height, under_names
+from turbo_rcm_patch.cli.arguments import parse_arguments
+from turbo_rcm_patch.cli.checks import check_arguments
+from turbo_rcm_patch.cli.side_by_side import STRIP, strip_height, under_names, write_side_by_side
 
 OUTPUTS_OF_COMPARE = {"--json": ".json", "--plot": ".png", "--video": ".mp4"}
 
@@ -49,11 +52,16 @@ def test_compare_writes_three_frames_and_their_difference_as_a_picture(tmp_path,
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
-def test_compare_writes_an_animated_picture(suffix, tmp_path):
+def test_an_animated_picture_has_every_frame(suffix, tmp_path):
     picture = tmp_path / f"compare{suffix}"
-    assert main(["compare", CAPTION, *TINY, "--repeats", "1", "--video", str(picture)]) == 0
+    check_arguments(parse_arguments(["compare", CAPTION, *TINY, "--video", str(picture)]))
+    videos = np.random.default_rng(0).random((2, 5, 32, 48, 3))
+    variants = [SimpleNamespace(name=name, video=video) for name, video in zip("ab", videos, strict=True)]
+    comparison = SimpleNamespace(variants=variants, difference=lambda: (videos[1], 4))
+    assert write_side_by_side(picture, comparison) == f"wrote {picture}: a, b, and b minus a, times 4"
     with Image.open(picture) as image:
         assert (image.size, image.n_frames, image.info["loop"]) == ((3 * 48, STRIP + 32), 5, 0)
+    assert list(tmp_path.iterdir()) == [picture]
 
 
 def test_each_video_is_under_its_name():
