@@ -1,5 +1,7 @@
 """CUDA graphs under context parallelism: which steps are recorded, and when graphs go. See test_context_parallel.py."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,19 +11,29 @@ from diffusers.models._modeling_parallel import ParallelConfig
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.patching.cuda_graphs import Graphs
 from turbo_rcm_patch.patching.families.wan.graph import GRAPHED
-from turbo_rcm_patch.patching.steps.context_parallel import clear_before_groups_end
+from turbo_rcm_patch.patching.steps.context_parallel import prepare_graphs
 
 
 def test_graphs_are_gone_before_their_process_group_ends(monkeypatch):
     """Else NCCL waits for them."""
     seen = []
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")  # as the user set it
     monkeypatch.setattr(dist, "destroy_process_group", lambda group=None: seen.append(group))
     graphs = [Graphs(), Graphs()]
     for one in graphs:
         monkeypatch.setattr(one, "clear", lambda: seen.append("cleared"))
-        clear_before_groups_end(one)
+        prepare_graphs(one)
     dist.destroy_process_group(group="group")
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
     assert seen == ["cleared", "cleared", "group"]
+
+
+def test_nccl_registers_no_buffers_while_it_records(monkeypatch):
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")  # restored afterwards
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    prepare_graphs(Graphs())
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
 
 
 @pytest.mark.parametrize(

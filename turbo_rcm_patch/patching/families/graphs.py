@@ -19,7 +19,7 @@ from ..changes import WhileUnchanged
 from ..cuda_graphs import Graphs, Inputs, Output, alone, call_key, why_not_recorded
 from ..journal import forward_below_hooks
 from ..lora.inside_projections import LIVE
-from ..steps.context_parallel import clear_before_groups_end, least_of_all, only_shares_tokens, ranks_of
+from ..steps.context_parallel import least_of_all, only_shares_tokens, prepare_graphs, ranks_of
 from ..steps.plan import Shared, active_backend
 from ..steps.residual import warn_of_saturation
 
@@ -76,7 +76,7 @@ class TransformerGraphs:
         """
         agree, reason, device = alone, None, inputs[0].device
         if self._is_parallel:
-            clear_before_groups_end(self._graphs)
+            prepare_graphs(self._graphs)
             agree = partial(least_of_all, self._transformer._parallel_config, device)
             reason = self._why_not_here(device)
         if reason is None:

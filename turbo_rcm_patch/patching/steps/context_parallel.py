@@ -7,6 +7,7 @@ them, in 8 bits or sparse too. Another all-to-all takes the output back (Jacobs 
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -52,11 +53,15 @@ def why_not_between_all_to_alls(parallel_config: ParallelConfig, heads: int, *, 
 _using_groups: weakref.WeakSet[Clearable] = weakref.WeakSet()
 
 
-def clear_before_groups_end(graphs: Clearable) -> None:
-    """From now on, torch.distributed.destroy_process_group first clears these CUDA graphs with collectives.
+def prepare_graphs(graphs: Clearable) -> None:
+    """Prepare NCCL and torch.distributed for CUDA graphs with collectives.
 
-    NCCL would wait for them forever. A reference to that function that was taken before does not clear them.
+    From now on, torch.distributed.destroy_process_group first clears these graphs, because NCCL would wait for them
+    forever. A reference to that function that was taken before does not clear them. And NCCL_GRAPH_REGISTER is 0 unless
+    it is set: else NCCL registers buffers while it records. The ranks wait for each other then, also for one that
+    failed, and memory in expandable segments breaks it (pytorch/pytorch#158029).
     """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     _using_groups.add(graphs)
     destroy = dist.destroy_process_group
     if not hasattr(destroy, _CLEARS):
