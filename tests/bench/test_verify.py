@@ -203,7 +203,7 @@ def case_and_call(dtype):
     pipe = build_pipeline(CASES["tiny"], torch.float32, torch.device("cpu"))
     use_rcm(pipe)
     pipe.vae.to(dtype)
-    size = {"height": 32, "width": 48, "num_frames": 5}
+    size = {"height": 32, "width": 32, "num_frames": 5}
     return pipe, {**structured_inputs(pipe, **size), **size, "guidance_scale": 1.0, "num_inference_steps": 1}
 
 

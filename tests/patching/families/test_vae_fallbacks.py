@@ -238,7 +238,7 @@ def test_function_transforms():
 
 
 def test_a_decode_in_tiles_counts_once():
-    vae, z = tiny_vae(), tiny_latents().requires_grad_()
+    vae, z = tiny_vae(), tiny_latents(1, 1).requires_grad_()
     trp.patch(vae)
     vae.enable_tiling(16, 16, 8, 8)
     vae.decode(z)
