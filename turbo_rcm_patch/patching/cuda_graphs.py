@@ -86,6 +86,8 @@ class Graphs:
             progress = agree(own)
             if progress < own:
                 self._recordings.pop(key, None)
+                if self.kept == 0:
+                    self._release_pool()
             if progress == UNSEEN:
                 return self._run_first(key, function, inputs)
             if progress == SEEN:

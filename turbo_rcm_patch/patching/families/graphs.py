@@ -70,15 +70,16 @@ class TransformerGraphs:
     def run(self, inputs: Inputs, options: Hashable = ()) -> Output:
         """Return the transformer's result: computed when inputs of these shapes first come, replayed later.
 
-        options: the arguments of the call that are no tensors.
-
         Under context parallelism every GPU calls this, even if it can only run eagerly: they tell each other.
+
+        options: the arguments of the call that are no tensors.
         """
         agree, reason, device = alone, None, inputs[0].device
         if self._is_parallel:
-            prepare_graphs(self._graphs)
             agree = partial(least_of_all, self._transformer._parallel_config, device)
             reason = self._why_not_here(device)
+            if reason is None:
+                prepare_graphs(self._graphs)
         if reason is None:
             self._follow_lora()
         key = *call_key(inputs), options, self._shared.why_exact_attention()
