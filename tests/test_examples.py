@@ -124,7 +124,7 @@ def test_turbot2av(run_example, tmp_path, capsys):
     assert "SLA 1/2 blocks, no linear part" in capsys.readouterr().out  # of 72 tokens
 
 
-@pytest.mark.parametrize("given", ["folder", "files"])
+@pytest.mark.parametrize("given", ["files"])
 def test_lightning(run_example, tmp_path, capsys, given):
     pipe = tiny_wan_pipeline("wan22")
     pipe.save_pretrained(tmp_path / "model")
