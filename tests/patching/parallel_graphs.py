@@ -118,6 +118,17 @@ def one_fails(rank, parallelize):
     return outputs + steps(model), note(model), replays(model)
 
 
+def one_failed_alone(rank, parallelize):
+    """Rank 1 failed before the model became parallel."""
+    model = parallel_model(lambda model: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelTapeRecorder, "broken", rank == 1)
+        steps(model, 2)
+    before = replays(model)
+    parallelize(model)
+    return steps(model), note(model), replays(model) - before
+
+
 def one_moved_its_weights(rank, parallelize):
     model = parallel_model(parallelize)
     outputs = steps(model)
@@ -132,5 +143,6 @@ SCENARIOS = {
     "quantized": lambda *args: all_record(*args, config=trp.Quantized(cuda_graph="on")),
     "one has a hook": one_has_a_hook,
     "one fails": one_fails,
+    "one failed alone": one_failed_alone,
     "one moved its weights": one_moved_its_weights,
 }

@@ -368,6 +368,10 @@ def test_a_graph_is_recorded_and_replayed_by_all_ranks_or_by_none(ranks, name):
         assert replayed == [0, 0]
         assert "none now: recording failed on another GPU" in notes[0]
         assert "none now: recording failed (RuntimeError: out of memory)" in notes[1]
+    elif name == "one failed alone":
+        assert replayed == [0, 0]
+        assert "another GPU runs without (4)" in notes[0]
+        assert "none now: recording failed (RuntimeError: out of memory)" in notes[1]
     elif name == "one moved its weights":
         assert replayed == [2 * (STEPS - 1)] * 2
     else:

@@ -1,5 +1,6 @@
 """CUDA graphs under context parallelism: which steps are recorded, and when graphs go. See test_context_parallel.py."""
 
+import functools
 import os
 
 import pytest
@@ -11,7 +12,7 @@ from diffusers.models._modeling_parallel import ParallelConfig
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.patching.cuda_graphs import Graphs
 from turbo_rcm_patch.patching.families.wan.graph import GRAPHED
-from turbo_rcm_patch.patching.steps.context_parallel import prepare_graphs
+from turbo_rcm_patch.patching.steps.context_parallel import forget_graphs, prepare_graphs
 
 
 def test_graphs_are_gone_before_their_process_group_ends(monkeypatch):
@@ -26,6 +27,27 @@ def test_graphs_are_gone_before_their_process_group_ends(monkeypatch):
     dist.destroy_process_group(group="group")
     assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
     assert seen == ["cleared", "cleared", "group"]
+
+
+def test_torch_gets_its_function_back_with_the_last_graphs(monkeypatch):
+    seen = []
+    monkeypatch.setattr(dist, "destroy_process_group", original := lambda: seen.append("destroyed"))
+    graphs = [Graphs(), Graphs()]
+    for one in graphs:
+        monkeypatch.setattr(one, "clear", lambda: seen.append("cleared"))
+        prepare_graphs(one)
+    ours = dist.destroy_process_group
+    forget_graphs(Graphs())  # of a model that is not parallel
+    forget_graphs(graphs[0])
+    assert dist.destroy_process_group is ours
+    monkeypatch.setattr(dist, "destroy_process_group", functools.wraps(ours)(lambda: ours()))
+    forget_graphs(graphs[1])
+    dist.destroy_process_group()  # someone else's function stays, and calls ours
+    assert seen == ["destroyed"]
+    monkeypatch.setattr(dist, "destroy_process_group", ours)
+    prepare_graphs(graphs[0])
+    forget_graphs(graphs[0])
+    assert dist.destroy_process_group is original
 
 
 def test_nccl_registers_no_buffers_while_it_records(monkeypatch):

@@ -19,7 +19,7 @@ from ..changes import WhileUnchanged
 from ..cuda_graphs import Graphs, Inputs, Output, alone, call_key, why_not_recorded
 from ..journal import forward_below_hooks
 from ..lora.inside_projections import LIVE
-from ..steps.context_parallel import least_of_all, only_shares_tokens, prepare_graphs, ranks_of
+from ..steps.context_parallel import forget_graphs, least_of_all, only_shares_tokens, prepare_graphs, ranks_of
 from ..steps.plan import Shared, active_backend
 from ..steps.residual import warn_of_saturation
 
@@ -91,6 +91,7 @@ class TransformerGraphs:
     def release(self) -> None:
         """Give the memory of all graphs back."""
         self._graphs.clear()
+        forget_graphs(self._graphs)
 
     @property
     def kept(self) -> int:
@@ -119,11 +120,10 @@ class TransformerGraphs:
         config = self._shared.config
         if config.cuda_graph == "auto" and self._graphed.is_large(self._transformer, inputs, config):
             return "too large to gain"
-        return self._why_never()
+        return self._why_off()
 
-    def _why_never(self) -> str | None:
-        """Return why no call runs as a graph from now on, or None."""
-        return "cuda_graph='off'" if self._shared.config.cuda_graph == "off" else self._graphs.failure
+    def _why_off(self) -> str | None:
+        return "cuda_graph='off'" if self._shared.config.cuda_graph == "off" else None
 
     def _why_not_here(self, device: torch.device) -> str | None:
         """Return why a call with inputs on a device cannot run as a graph in this process, or None."""
@@ -131,7 +131,7 @@ class TransformerGraphs:
 
     def _why_not_now(self) -> str | None:
         """Return why no call of the model in its present state can run as a graph, or None."""
-        if (reason := self._why_never()) is not None:
+        if (reason := self._why_off() or self._graphs.failure) is not None:
             return reason
         if self._transformer not in self._forwards:
             return "the model had a hook when it was patched"

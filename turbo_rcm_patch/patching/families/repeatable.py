@@ -46,8 +46,8 @@ def why_not_repeatable(
 ) -> str | None:
     """Return why it would have a visible effect to run this module once more, or to replay it. Return None if not.
 
-    Hooks and unknown layers may have side effects, and dropout draws random numbers. Those of context parallelism have
-    none, as long as all GPUs run. Submodules are not checked.
+    Hooks and unknown layers may have side effects, and dropout draws random numbers. The hooks of context parallelism
+    have none if all GPUs run them. Submodules are not checked.
     device: of the inputs. known: a family's classes beside COMMON. forward: the patch's own forward on the instance.
     """
     if module._compiled_call_impl is not None:

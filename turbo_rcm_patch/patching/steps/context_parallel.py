@@ -24,7 +24,6 @@ if dist.is_available():
     # torch.compile can trace these collectives.
     import torch.distributed._functional_collectives as funcol
 
-_CLEARS = "_turbo_rcm_patch_clears_graphs"  # marks the function that clears CUDA graphs
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -56,17 +55,33 @@ _using_groups: weakref.WeakSet[Clearable] = weakref.WeakSet()
 def prepare_graphs(graphs: Clearable) -> None:
     """Prepare NCCL and torch.distributed for CUDA graphs with collectives.
 
-    From now on, torch.distributed.destroy_process_group first clears these graphs, because NCCL would wait for them
-    forever. A reference to that function that was taken before does not clear them. And NCCL_GRAPH_REGISTER is 0 unless
-    it is set: else NCCL registers buffers while it records. The ranks wait for each other then, also for one that
-    failed, and memory in expandable segments breaks it (pytorch/pytorch#158029).
+    Until `forget_graphs`, torch.distributed.destroy_process_group first clears these graphs, because NCCL would wait
+    for them forever. A reference to that function that was taken before does not clear them. And NCCL_GRAPH_REGISTER is
+    0 unless it is set: else NCCL registers buffers while it records. The ranks wait for each other then, also for one
+    that failed, and memory in expandable segments breaks it (pytorch/pytorch#158029).
     """
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     _using_groups.add(graphs)
     destroy = dist.destroy_process_group
-    if not hasattr(destroy, _CLEARS):
+    if not _is_ours(destroy):
         dist.destroy_process_group = functools.wraps(destroy)(functools.partial(_clear_then, destroy))
-        setattr(dist.destroy_process_group, _CLEARS, True)
+
+
+def forget_graphs(graphs: Clearable) -> None:
+    """Undo `prepare_graphs`, except for NCCL_GRAPH_REGISTER, which NCCL reads once. Do nothing for other graphs.
+
+    torch.distributed gets its own function back with the last graphs. If someone wrapped ours since, it stays, and only
+    calls the original.
+    """
+    if graphs not in _using_groups:
+        return
+    _using_groups.remove(graphs)
+    if not _using_groups and _is_ours(dist.destroy_process_group):
+        dist.destroy_process_group = dist.destroy_process_group.__wrapped__
+
+
+def _is_ours(destroy: Callable[..., None]) -> bool:
+    return isinstance(destroy, functools.partial) and destroy.func is _clear_then
 
 
 def _clear_then(destroy: Callable[..., None], *args: object, **kwargs: object) -> None:
