@@ -21,7 +21,7 @@ def tiny_file(folder, kind="taew2_1", *, dtype=torch.float32, wide=False, name=N
     layout, own, patch = KINDS[kind]
     torch.manual_seed(3)
     tensors = network.TinyDecoder(layout, channels or own, patch).to(dtype).state_dict()
-    tensors = {key: tensor * 1.7 for key, tensor in tensors.items()}
+    tensors = {key: (tensor.float() * 1.7).to(dtype) for key, tensor in tensors.items()}
     tensors["encoder.0.weight"] = torch.ones(4, dtype=dtype)
     if wide:
         tensors["decoder.7.conv.weight"] = torch.cat([torch.randn_like(tensors["decoder.7.conv.weight"])] * 2)

@@ -1,6 +1,7 @@
 """A tiny VAE decodes as published, in place of a pipeline's own VAE, until it is taken off."""
 
 import copy
+import pickle
 import re
 
 import pytest
@@ -101,13 +102,14 @@ def test_an_image_of_qwens_vae(tmp_path):
         assert vae.decode(z).sample.shape == (2, 3, 1, 24, 40)
 
 
-def test_a_copy_decodes_with_its_own_network_and_the_original_encodes(tmp_path):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda vae: pickle.loads(pickle.dumps(vae))], ids=["copy", "pickle"])
+def test_a_copy_decodes_with_its_own_network_and_the_original_encodes(tmp_path, copied):
     vae = vae_for("taew2_1")
     _, z = latents(vae)
     video = torch.rand(1, 3, 5, 16, 16)
     own, moments = vae.decode(z).sample, vae.encode(video).latent_dist.parameters
     handle = trp.use_tiny_vae(vae, tiny_file(tmp_path))
-    tiny, twin = vae.decode(z).sample, copy.deepcopy(vae)
+    tiny, twin = vae.decode(z).sample, copied(vae)
     assert torch.equal(vae.encode(video).latent_dist.parameters, moments)
     handle.restore()
     assert torch.equal(twin.decode(z).sample, tiny)
@@ -138,6 +140,17 @@ def test_it_computes_in_the_files_dtype_or_as_asked(tmp_path):
         (lambda folder: tiny_file(folder, decoder_4_conv_0_bias=None), "it lacks decoder.4.conv.0.bias"),
         (lambda folder: tiny_file(folder, decoder_23_weight=torch.ones(3)), "it has decoder.23.weight"),
         (lambda folder: tiny_file(folder, decoder_8_weight=torch.ones(2, 2)), "decoder.8.weight is (2, 2), not (6, 8"),
+        (
+            lambda folder: tiny_file(folder, decoder_7_conv_weight=torch.ones(())),
+            "decoder.7.conv.weight is (), not (8, 8",
+        ),
+        (lambda folder: tiny_file(folder, decoder_7_conv_weight=torch.ones(0, 8, 1, 1)), "is (0, 8, 1, 1), not (8, 8"),
+        (
+            lambda folder: tiny_file(folder, decoder_7_conv_weight=torch.ones(16, 3, 1, 1)),
+            "is (16, 3, 1, 1), not (8, 8",
+        ),
+        (lambda folder: tiny_file(folder, decoder_22_bias=torch.ones(3, dtype=torch.int8)), "holds weights in int8"),
+        (lambda folder: tiny_file(folder, dtype=torch.float8_e4m3fn), "holds weights in float8_e4m3fn"),
         (lambda folder: folder / "no.safetensors", "no.safetensors"),
     ],
 )
@@ -147,6 +160,25 @@ def test_a_file_that_does_not_fit_is_refused_by_what_it_has(tmp_path, file, erro
     with pytest.raises(ValueError, match=re.escape(error)):
         trp.use_tiny_vae(vae, file(tmp_path))
     assert vars(vae) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_that_no_convolution_has_is_refused(tmp_path, dtype):
+    vae = vae_for("taew2_1")
+    with pytest.raises(ValueError, match="give float16, bfloat16, float32 or float64"):
+        trp.use_tiny_vae(vae, tiny_file(tmp_path), dtype=dtype)
+    assert "decode" not in vars(vae)
+
+
+def test_a_handle_takes_only_its_own_tiny_vae_off(tmp_path):
+    vae, file = vae_for("taew2_1"), tiny_file(tmp_path)
+    first = trp.use_tiny_vae(vae, file)
+    first.restore()
+    second = trp.use_tiny_vae(vae, file)
+    assert (first.active, second.active) == (False, True)
+    with pytest.raises(trp.PatchError, match="nothing to restore"):
+        first.restore()
+    second.restore()
 
 
 def test_what_has_no_such_vae_or_has_a_tiny_one_is_refused(tmp_path):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from types import MethodType
 
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
@@ -19,6 +19,7 @@ from .network import EDGE, FIRST, GROWTH, TinyDecoder, layout_of, load
 
 _NETWORK = "_turbo_rcm_patch_tiny_vae"  # the attribute of a VAE that holds the decoder
 OTHERS = ("taehv", "taecvx", "taeos", "taeltx", "taeh3", "taem1", "taesd")  # published for other latents, by file name
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which PyTorch has convolutions
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
 ALIVE = 4  # tensors of the last width that live together, for each pixel
 
@@ -30,18 +31,18 @@ class TinyVae:
         vae: the VAE whose ``decode`` is the tiny VAE's. It still encodes.
     """
 
-    def __init__(self, vae: nn.Module, name: str):
-        self.vae, self._name = vae, name
+    def __init__(self, vae: nn.Module, network: TinyDecoder, name: str):
+        self.vae, self._network, self._name = vae, network, name
 
     @property
     def active(self) -> bool:
         """True until `restore`."""
-        return _NETWORK in vars(self.vae)
+        return vars(self.vae).get(_NETWORK) is self._network
 
     def restore(self) -> None:
-        """Let the VAE decode again. Raises PatchError if it does already, or if its ``decode`` was replaced since."""
+        """Let the VAE decode again. Raises PatchError if this was done, or if its ``decode`` was replaced since."""
         if not self.active:
-            raise PatchError("nothing to restore: the VAE decodes itself already.")
+            raise PatchError("nothing to restore: this tiny VAE was taken off already.")
         if function_bound_to(self.vae, vars(self.vae).get("decode")) is not decode:
             raise PatchError("cannot restore: the VAE's decode was replaced after use_tiny_vae; take that off first.")
         del vars(self.vae)["decode"], vars(self.vae)[_NETWORK]
@@ -49,9 +50,8 @@ class TinyVae:
     def __str__(self) -> str:
         if not self.active:
             return "tiny VAE: restored"
-        network = vars(self.vae)[_NETWORK]
-        dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
-        return f"tiny VAE: {self._name} decodes, {network.layout} layout, in {dtype}"
+        dtype = _name_of(next(self._network.parameters()).dtype)
+        return f"tiny VAE: {self._name} decodes, {self._network.layout} layout, in {dtype}"
 
     def __enter__(self) -> TinyVae:
         return self
@@ -64,7 +64,8 @@ class TinyVae:
 def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None = None) -> TinyVae:
     """Let a tiny VAE decode: frames in a fraction of the time and memory, of somewhat lower quality.
 
-    The pipeline's own VAE stays for encoding, and its ``decode`` comes back with the handle's ``restore()``.
+    The pipeline's own VAE stays for encoding, and its ``decode`` comes back with the handle's ``restore()``. There are
+    no gradients through the tiny VAE.
 
     Args:
         target: a diffusers pipeline whose VAE is an AutoencoderKLWan or AutoencoderKLQwenImage, or the VAE.
@@ -73,7 +74,8 @@ def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None 
         dtype: what the network computes in. Default: the dtype of the file's weights, float16 as published.
 
     Raises:
-        ValueError: the file cannot be read, has another layout, or is for other latents than the VAE's.
+        ValueError: the file cannot be read, has another layout or weights in 8 bits, or is for other latents than the
+            VAE's; or no network computes in the dtype.
         PatchError: the target has no such VAE, or has a tiny VAE already, or its ``decode`` was replaced.
     """
     vae = _vae_of(target)
@@ -86,12 +88,23 @@ def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None 
         except ValueError as error:
             raise ValueError(f"{file} is no tiny VAE that is known: {error}") from None
         _check_latents(vae, network, file)
-        load(network, {name: tensor.load() for name, tensor in tensors.items() if name.startswith("decoder.")})
+        weights = {name: tensor.load() for name, tensor in tensors.items() if name.startswith("decoder.")}
+    if odd := {weight.dtype for weight in weights.values()}.difference(DTYPES):
+        raise ValueError(f"{file} holds weights in {_name_of(odd.pop())}; give a file in float16 or float32.")
+    load(network, weights)
     dtype = dtype or next(network.parameters()).dtype
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"a tiny VAE does not compute in {_name_of(dtype)}; give float16, bfloat16, float32 or float64."
+        )
     network.requires_grad_(False).eval().to(dtype=dtype, memory_format=torch.channels_last)
     vars(vae)[_NETWORK] = network  # not a submodule: the VAE's state_dict stays the same
-    vars(vae)["decode"] = MethodType(decode, vae)
-    return TinyVae(vae, file.name)
+    vars(vae)["decode"] = partial(decode, vae)  # unlike a method, it can be pickled
+    return TinyVae(vae, network, file.name)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _vae_of(target: object) -> nn.Module:

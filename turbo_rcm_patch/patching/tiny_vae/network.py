@@ -75,7 +75,7 @@ def layout_of(shapes: Mapping[str, torch.Size]) -> TinyDecoder:
     if odd := sorted(wanted.keys() ^ given.keys()):
         raise ValueError(f"{'it lacks' if odd[0] in wanted else 'it has'} {odd[0]}, unlike taew2_1 and taew2_2.")
     for name, shape in wanted.items():
-        if given[name] != shape and not (_grows(network, name) and given[name][0] % shape[0] == 0):
+        if given[name] != shape and not _makes_more_frames(network, name, given[name]):
             raise ValueError(f"{name} is {tuple(given[name])}, not {tuple(shape)} as in taew2_1 and taew2_2.")
     return network
 
@@ -88,8 +88,11 @@ def load(network: TinyDecoder, tensors: Mapping[str, torch.Tensor]) -> None:
     )
 
 
-def _grows(network: TinyDecoder, name: str) -> bool:
-    return isinstance(network.decoder[int(name.split(".")[1])], _Grow)
+def _makes_more_frames(network: TinyDecoder, name: str, shape: torch.Size) -> bool:
+    """True if a file's tensor of this shape belongs to a growing layer, and makes more frames than the network's."""
+    frames, *others = network.state_dict()[name].shape
+    is_whole = len(shape) > 0 and shape[0] > 0 and shape[0] % frames == 0
+    return is_whole and list(shape[1:]) == others and isinstance(network.decoder[int(name.split(".")[1])], _Grow)
 
 
 def _base(widths: tuple[int, ...], latent_channels: int, channels: int) -> list[nn.Module]:
