@@ -133,9 +133,9 @@ class Graphs:
     def _record(self, key: Hashable, function: Function, inputs: Inputs) -> None:
         """Record the call. If that fails, warn and set `failure`."""
         device = next(tensor.device for tensor in inputs if tensor is not None)
-        if self._recorder is None:
-            self._recorder = self._recorder_type(device)
         try:
+            if self._recorder is None:
+                self._recorder = self._recorder_type(device)
             # Tensors made outside inference mode, so that the recording can also be replayed outside it.
             with torch.inference_mode(False), torch.no_grad():
                 self._recordings[key] = self._recorder.record(function, inputs)

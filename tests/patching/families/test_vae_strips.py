@@ -4,9 +4,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
@@ -182,6 +184,21 @@ def test_a_process_that_cannot_does_not_leave_the_others_waiting(ranks):
 def test_after_restore_a_process_decodes_alone(ranks):
     vae, z = tiny_wan_pipeline().vae, tiny_latents(2, 1, 2, 8)
     assert torch.equal(ranks[0]["restored"], decode(vae, z))
+
+
+def test_after_the_process_group_ended_a_process_decodes_alone(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    pipe, z = tiny_wan_pipeline(), tiny_latents(2, 1, 2, 8)
+    patch = trp.patch(pipe)
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
+        pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=RANKS, mesh=mesh))
+        assert "decodes a strip" in patch.summary()
+    finally:
+        dist.destroy_process_group()
+    assert relative_error(decode(pipe.vae, z), decode(tiny_wan_pipeline().vae, z)) <= FP32
+    assert "decodes a strip" not in patch.summary()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models._modeling_parallel import ParallelConfig
 
 import turbo_rcm_patch as trp
+from tests.patching.tape import TapeRecorder
+from turbo_rcm_patch.patching import cuda_graphs
 from turbo_rcm_patch.patching.cuda_graphs import Graphs
 from turbo_rcm_patch.patching.families.wan.graph import GRAPHED
 from turbo_rcm_patch.patching.steps.context_parallel import forget_graphs, prepare_graphs
@@ -48,6 +50,22 @@ def test_torch_gets_its_function_back_with_the_last_graphs(monkeypatch):
     prepare_graphs(graphs[0])
     forget_graphs(graphs[0])
     assert dist.destroy_process_group is original
+
+
+def test_a_gpu_without_memory_for_a_recorder_still_tells_the_others(monkeypatch):
+    """Else they wait for its answer after the recording."""
+
+    class Recorder(TapeRecorder):
+        def __init__(self, device):
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", Recorder)
+    graphs, told = Graphs(), []
+    for _ in range(2):
+        output = graphs.run("key", torch.neg, [torch.ones(2)], lambda progress: told.append(progress) or progress)
+        assert torch.equal(output, -torch.ones(2))
+    assert told == [cuda_graphs.UNSEEN, cuda_graphs.SEEN, 0]
+    assert graphs.failure == "recording failed (RuntimeError: out of memory)"
 
 
 def test_nccl_registers_no_buffers_while_it_records(monkeypatch):

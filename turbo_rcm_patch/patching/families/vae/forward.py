@@ -114,8 +114,10 @@ class _Strips(NamedTuple):
 def parallel_group(vae: nn.Module, device: torch.device) -> dist.ProcessGroup | None:
     """Return the processes among which a transformer that was patched with the VAE splits its tokens, or None.
 
-    None also if they compute on another type of device than this one.
+    None also if they compute on another type of device than this one, or after their process group was destroyed.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     parallel = (user._parallel_config for user in vae_state(vae).users if SHARED in vars(user))
     meshes = [
         config.context_parallel_config._flattened_mesh
