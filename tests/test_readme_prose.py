@@ -16,6 +16,7 @@ from tests.tiny_ltx2 import tiny_ltx2_pipeline
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.components import components_of
 from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs
+from turbo_rcm_patch.memory.plan import budget_of, plan_for
 from turbo_rcm_patch.memory.stages import denoising_bytes
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.summary import current_plan
@@ -72,6 +73,22 @@ def test_the_memory_is_what_is_planned():
     assert f"take {need.resident / 1e9:.0f} GB of the card (calculated)" in README
     at_480p, at_720p = steps["1.3B"][0], steps["14B"][1]
     assert f"about {at_480p / 1e9:.0f} GB for 1.3B at 480p and {at_720p / 1e9:.0f} GB for 14B at 720p" in words
+
+
+@pytest.mark.parametrize(("name", "title"), [("1.3b", "2.1 1.3B"), ("5b", "2.2 TI2V-5B"), ("14b", "2.1 14B")])
+def test_what_streams_on_24_gb_is_what_is_planned(name, title):
+    page = (ROOT / "docs/memory.md").read_text()
+    told = []
+    for preset in ("exact", "quantized"):
+        ((_, patched),) = models_by_preset(f"wan{title[:3]}-{name}", preset=preset)
+        placement = plan_for(patched, VIDEOS[0], budget_of("24GB")).placement
+        assert placement.decoding is None
+        assert not placement.tiles
+        streams = " and ".join(sorted(placement.streaming)).replace("_", " ")
+        told.append(f"the {streams} streams" if streams else "all stays on the GPU")
+    assert f"| Wan {title} | {told[0]} | {told[1]} |" in page
+    told = "24 GB hold 1.3B or TI2V-5B in 8 bits at 832×480; of 14B the text encoder streams"
+    assert told in " ".join(README.split())
 
 
 @pytest.fixture

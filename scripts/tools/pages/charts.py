@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.benchmarks.lora import BESIDE_A_LORA
-from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, EXACT_PATCH, PATCHED
+from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, EXACT_PATCH, PATCHED, UNPATCHED
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.tiers import EXACT, TIERS
 
@@ -118,7 +118,7 @@ def tier_of_run(run: dict) -> str:
 
 
 def steps_by_tier(runs: dict) -> dict[str, dict[str, Step]]:
-    """Return, by model and run, the steps of torch.compile and of the tiers that ran in turns with it.
+    """Return, by model and run, the unpatched and compiled steps, and those of the tiers that ran in turns with them.
 
     The exact tier also ran beside the others. Its own run of the model counts, if there is one.
     """
@@ -131,7 +131,7 @@ def steps_by_tier(runs: dict) -> dict[str, dict[str, Step]]:
 
 
 def _steps_of(run: dict) -> dict[str, Step]:
-    names = {COMPILED: COMPILED, EXACT_PATCH: EXACT.name, PATCHED: tier_of_run(run)}
+    names = {UNPATCHED: UNPATCHED, COMPILED: COMPILED, EXACT_PATCH: EXACT.name, PATCHED: tier_of_run(run)}
     return {
         names[variant["name"]]: Step(
             milliseconds(variant), variant["timings"]["peak_memory"], variant.get("step_error")

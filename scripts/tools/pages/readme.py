@@ -87,7 +87,7 @@ def _and(parts: list[str]) -> str:
 
 def tiers_table(runs: dict) -> str:
     """Return a row for each tier, with the range of each figure over the models that ran in it."""
-    found = steps_by_tier(runs).values()
+    found = list(steps_by_tier(runs).values())
     rows = []
     for tier in TIERS:
         steps = [variants[tier] for variants in found if tier in variants]
@@ -98,10 +98,21 @@ def tiers_table(runs: dict) -> str:
         memory = [ours.peak / one.peak for one, ours in zip(compiled, steps, strict=True)]
         errors = [ours.error for ours in steps if ours.error is not None]
         name = f'`"{tier}"`' + (", the default" if tier == EXACT.name else "")
-        error = _range(errors, lambda value: f"{100 * value:.1f} %") if errors else "the model's own: `verify`"
+        error = _range(errors, _percent) if errors else "the model's own: `verify`"
         use = USES[tier].format(factor=EXACT.limits.factor, tokens=PRESETS["block_sparse"].min_tokens)
         rows.append([name, _range(ratios, _times), _range(memory, _times), error, use])
-    return table_of(TIERS_HEADER, rows)
+    unpatched = [variants[UNPATCHED].error for variants in found if UNPATCHED in variants]
+    return table_of([*TIERS_HEADER[:3], _error_header(unpatched), *TIERS_HEADER[4:]], rows)
+
+
+def _error_header(unpatched: Iterable[float | None]) -> str:
+    """Return the header of the errors, with the range of those of the unpatched models."""
+    errors = [error for error in unpatched if error is not None]
+    return TIERS_HEADER[3] + (f"; unpatched {_range(errors, _percent)}" if errors else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _times(ratio: float) -> str:
