@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     case = CASES[options.config]
     size = options.height or case.height, options.width or case.width, options.frames or case.frames
     vae = with_random_weights(lambda: case.vae_class(**case.vae), device)
+    if device.type == "cpu":
+        vae.float()  # bf16 takes many times as long there
     rows = []
     for work in options.work:
         rows += rows_of(vae, work, size, options.repeats)

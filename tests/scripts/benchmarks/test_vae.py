@@ -38,9 +38,8 @@ def test_every_variant_decodes_and_encodes(tmp_path, monkeypatch, capsys):
     assert all(rows.pop(("decode", name))["seconds"] > 0 for name in STRIPS)
     assert set(rows) == {(work, name) for work in ("decode", "encode") for name in names}
     for work in ("decode", "encode"):
-        unpatched = rows[work, UNPATCHED]["error"]
         for name in names[1:]:
-            assert 0.7 * unpatched < rows[work, name]["error"] < 1.3 * unpatched
+            assert 0 < rows[work, name]["error"] < 1e-5
             assert rows[work, name]["predicted"] > 0
     assert rows["decode", LITTLE_MEMORY]["predicted"] < rows["decode", PATCHED]["predicted"]
     assert [1] * len(taken[0]) in taken  # little memory

@@ -132,12 +132,12 @@ def page_of(folder: Path, runs: dict) -> str:
 
 
 def test_every_measurement_shows_on_the_page(tmp_path):
+    """Beside two: `ops` shows the versions, which all runs share here, and `evaluate` is what other tiers stand beside."""
     runs = {name: run_of(name, command) for name, command in gpu_session.MEASUREMENTS.items()}
-    whole = page_of(tmp_path, runs)
-    hidden = [
-        name for name in runs if page_of(tmp_path, {other: runs[other] for other in runs if other != name}) == whole
-    ]
-    assert hidden == []
+    base = {name: runs.pop(name) for name in ("ops", "evaluate")}
+    page = page_of(tmp_path, base)
+    assert page_of(tmp_path, {**base, "unknown": {"environment": ENVIRONMENT}}) == page
+    assert [name for name, run in runs.items() if page_of(tmp_path, {**base, name: run}) == page] == []
 
 
 def test_the_newest_gpu_is_first_and_begins_with_a_summary(tmp_path):
