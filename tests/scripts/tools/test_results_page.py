@@ -132,7 +132,7 @@ def page_of(folder: Path, runs: dict) -> str:
 
 
 def test_every_measurement_shows_on_the_page(tmp_path):
-    """Beside two: `ops` shows the versions, which all runs share here, and `evaluate` is what other tiers stand beside."""
+    """Beside `ops`, which shows the versions that all share here, and `evaluate`, which other tiers stand beside."""
     runs = {name: run_of(name, command) for name, command in gpu_session.MEASUREMENTS.items()}
     base = {name: runs.pop(name) for name in ("ops", "evaluate")}
     page = page_of(tmp_path, base)
