@@ -3,10 +3,10 @@
     python scripts/benchmarks/vae.py --config wan2.1-1.3b --json vae.json
 
 The weights are random, and so is the video. The memory is what the work takes beside the VAE's weights and its input,
-with the result. The error is that of a short video's result against diffusers' own code in fp32. "Little memory" is the
-patch with no memory to spare: as few frames at a time as it can. A tiny VAE, whose weights are random too, decodes in
-place of the VAE: it has no error to tell. A strip is what one of several GPUs decodes of a video, without the exchange
-of frames.
+with the result. The error is that of a short video's result against diffusers' own code in fp32, which decodes and
+encodes whole frames; in tiles it includes their blending. "Little memory" is the patch with no memory to spare: as few
+frames at a time as it can. A tiny VAE, whose weights are random too, decodes in place of the VAE, and its error is not
+measured. A strip is the part of each frame that one of several GPUs decodes, without the exchange of frames.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the page of `turbo-rcm demo` says of two videos: a headline, a bar for each, and tables that fold, as HTML."""
+"""The answer of the page of `turbo-rcm demo`, as HTML: a headline, a bar for each video, and tables that fold."""
 
 from __future__ import annotations
 

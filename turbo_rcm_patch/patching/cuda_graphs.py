@@ -28,7 +28,7 @@ Function = Callable[..., Output]  # from inputs
 
 KINDS_KEPT = 4
 
-# What a process can do with a call, in the order of its progress. Processes that compute together do the least of all.
+# A process's progress with a call, in order. Processes that compute together do what the least advanced one can.
 UNABLE, UNSEEN, SEEN, RECORDED = range(4)
 Agree = Callable[[int], int]  # (this process's) -> the least of all
 

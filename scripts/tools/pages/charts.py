@@ -30,7 +30,7 @@ IMPLEMENTATIONS = {
     "compiled": "torch.compile",
     "triton_fused": "patched (exact)",
 }
-# What publishers call the sizes.
+# The publishers' names of the sizes.
 PUBLIC = {
     "wan2.1-1.3b": "Wan 2.1 1.3B",
     "wan2.1-14b": "Wan 2.1 14B",

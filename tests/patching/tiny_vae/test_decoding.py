@@ -54,7 +54,7 @@ def published_sample(file, kind, made):
 @pytest.mark.parametrize("frames", [1, 2, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_frames_are_the_published_ones(tmp_path, monkeypatch, kind, frames):
-    """Whether all latent frames are decoded at once or one at a time."""
+    """All latent frames at once, and one at a time."""
     vae, file = vae_for(kind), tiny_file(tmp_path, kind)
     made, z = latents(vae, frames)
     expected = published_sample(file, kind, made)

@@ -81,7 +81,7 @@ def layout_of(shapes: Mapping[str, torch.Size]) -> TinyDecoder:
 
 
 def load(network: TinyDecoder, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a decoder its weights. Of a layer that makes more frames in the file, the last frame's are taken."""
+    """Give a decoder its weights. A layer that makes more frames in the file gives those of its last frame."""
     wanted = network.state_dict()
     network.load_state_dict(
         {name: tensors[name][-like.shape[0] :].contiguous() for name, like in wanted.items()}, assign=True

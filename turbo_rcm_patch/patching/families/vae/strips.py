@@ -40,10 +40,10 @@ class Strip(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """What a process keeps of its activations.
+    """The parts of its activations that a process keeps.
 
-    after: by module what is kept of its result, as arguments of `Tensor.narrow`; by up block what is kept of its input
-    for the shortcut. shares: of a frame, those that the middle block and each up block take.
+    after: the part of each module's result, as arguments of `Tensor.narrow`; for an up block, the part of its input
+    that the shortcut takes. shares: the parts of a frame that the middle block and each up block take, from 0 to 1.
     """
 
     after: dict[nn.Module, tuple[int, int, int]]
