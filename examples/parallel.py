@@ -41,6 +41,8 @@ def make_video(arguments):
     options = parser.parse_args(arguments)
     if "LOCAL_RANK" not in os.environ:
         sys.exit("start this file by: torchrun --nproc-per-node 2 examples/parallel.py")
+    if torch.accelerator.device_count() == 0:
+        sys.exit("diffusers shares a video among GPUs alone, and PyTorch finds none.")
 
     device = torch.device("cpu")
     if torch.cuda.is_available():

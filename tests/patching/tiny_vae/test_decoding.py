@@ -117,6 +117,12 @@ def test_a_copy_decodes_with_its_own_network_and_the_original_encodes(tmp_path, 
     assert str(handle) == "tiny VAE: restored"
 
 
+def test_latents_without_frames_are_refused(tmp_path):
+    vae = vae_for("taew2_1")
+    with trp.use_tiny_vae(vae, tiny_file(tmp_path)), pytest.raises(ValueError, match=r"\[2, 16, 3, 5\]; they must be"):
+        vae.decode(latents(vae)[1][:, :, 0])
+
+
 def test_it_computes_in_the_files_dtype_or_as_asked(tmp_path):
     vae, file = vae_for("taew2_1"), tiny_file(tmp_path, dtype=torch.float16)
     with trp.use_tiny_vae(vae, file) as handle:

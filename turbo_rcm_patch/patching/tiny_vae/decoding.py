@@ -136,6 +136,8 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
 
     z: [B, z_dim, F, h, w] -> the sample [B, 3, 1 + 4 (F - 1), H, W] in [-1, 1], in z's dtype.
     """
+    if z.dim() != 5:
+        raise ValueError(f"the latents have shape {list(z.shape)}; they must be [B, z_dim, F, h, w].")
     network: TinyDecoder = vars(self)[_NETWORK].to(z.device)
     dtype = next(network.parameters()).dtype
     mean, deviation = (
