@@ -83,6 +83,7 @@ def test_a_model_or_a_video_that_does_not_divide(count, frames, message):
 def run_all(rank, folder):
     """The command in one process and the example in another, each of which starts two."""
     torch.set_num_threads(1)
+    torch.set_num_threads = lambda count: None  # accelerate calls it, which torch 2.14 refuses in a fork of a fork
     gpus.START_METHOD = "fork"
     torch.cuda.device_count = torch.accelerator.device_count = lambda: 2
     outcomes = {}
