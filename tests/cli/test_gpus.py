@@ -94,7 +94,7 @@ def run_all(rank, folder):
 
 
 def outcome(run, folder, change):
-    """What is printed, what comes of it, and the seconds it took."""
+    """Return the result of a run or its error, the text that it printed, and its seconds."""
     printed, begin = io.StringIO(), time.monotonic()
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stderr(printed):
         try:

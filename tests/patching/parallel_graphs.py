@@ -1,4 +1,4 @@
-"""What each rank of a context-parallel model with graphs runs, in a process of its own, on the CPU.
+"""The code of each rank of a context-parallel model with graphs. A rank is a process of its own on the CPU.
 
 A tape stands for a CUDA graph. Replayed, it exchanges tokens with the other rank again.
 """

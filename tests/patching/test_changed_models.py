@@ -58,7 +58,7 @@ CELLS = [
     *((name, column, "wan") for i, (name, row) in enumerate(CHANGES.items()) for column in columns_of(row, i)),
     *((name, "exact", family) for name, change in CHANGES.items() for family in change.families),
 ]
-# Of the changes that have nothing to do with self-attention, only those that are made before a patch too.
+# A change that has nothing to do with self-attention is here only if it can be made before a patch too.
 UNDER = [
     *((name, "sparse") for name, change in CHANGES.items() if "sparse" in change.columns),
     *((name, "quantized") for name, change in CHANGES.items() if change.columns[:3] in MOSTLY and change.before),

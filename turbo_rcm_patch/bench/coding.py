@@ -8,8 +8,10 @@ import json
 from collections.abc import Iterator
 
 import torch
-from diffusers import ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
 from torch.utils.flop_counter import FlopCounterMode
+
+from ..patching.tiny_vae import has_tiny_vae
 
 SETTINGS = ("use_", "tile_")  # a VAE's attributes for slices and tiles, which change what it computes
 
@@ -34,6 +36,12 @@ def inputs_of(vae: ModelMixin, method: str) -> Iterator[list[torch.Tensor]]:
             delattr(vae, method)
         else:
             setattr(vae, method, before)
+
+
+def refuse_tiny_vae(pipe: DiffusionPipeline) -> None:
+    """Raise ValueError if a tiny VAE decodes, which cannot be judged by the pipeline's own VAE."""
+    if has_tiny_vae(getattr(pipe, "vae", None)):
+        raise ValueError("a tiny VAE decodes in this pipeline; call restore() on its handle first.")
 
 
 def decoded(vae: ModelMixin, z: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..patching import Patch
 from ..patching.apply import transformers_of
 from ..patching.families.vae import is_vae
 from ..tiers import EXACT, ErrorLimits
-from .coding import coding_oracle, decode_flops, decoded, inputs_of
+from .coding import coding_oracle, decode_flops, decoded, inputs_of, refuse_tiny_vae
 from .compilations import compilations
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
@@ -136,6 +136,8 @@ def compare(
         such generation runs last, for the time of its second step.
     """
     config = resolve_config(config)
+    if with_oracle:
+        refuse_tiny_vae(pipe)
     device = torch.device(pipe._execution_device)
     if with_compile is None:
         with_compile = device.type == "cuda"

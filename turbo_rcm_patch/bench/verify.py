@@ -16,7 +16,7 @@ from ..patching import patch
 from ..patching.families import family_of
 from ..patching.families.vae import vae_state
 from ..tiers import EXACT, ErrorLimits, is_low_precision
-from .coding import coded, coding_oracle, inputs_of, without_tf32
+from .coding import coded, coding_oracle, inputs_of, refuse_tiny_vae, without_tf32
 from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
 from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32, weights_with
@@ -183,6 +183,7 @@ def verify(
     the oracle are sparse too, by the reference. All three then keep the key blocks that the oracle chooses. Afterwards
     the pipeline is as it was before.
     """
+    refuse_tiny_vae(pipe)
     config = resolve_config(config)
     if not config.restorable:  # the checks need the weights
         config = replace(config, restorable=True)

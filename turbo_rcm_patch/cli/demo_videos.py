@@ -58,7 +58,7 @@ class Request:
 class Answer:
     """Two mp4 files, a table of times and differences, the patch's summary, and notes, for example on the recipe.
 
-    headline: the table in a few words. stages: of each video, their names and seconds.
+    headline: the speed-up and the distance of the frames, in one line. stages: the names and seconds of each video.
     """
 
     unpatched: Path

@@ -46,7 +46,7 @@ def test_fewer_pixels_than_processes_are_not_cut():
 
 
 def run(vae, z, cuts=None):
-    """What the decoder makes of latents. Its stages take different numbers of frames at a time."""
+    """Decode latents. The stages take different numbers of frames at a time."""
     frames = [2, 3, 4, 4, 5][: 1 + len(vae.decoder.up_blocks)]
     return torch.cat(list(decoded(vae, z, forward.plan_for(vae, z), frames, cuts)), 2)
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import turbo_rcm_patch as trp
 from tests.patching.tiny_vae.published import KINDS, WIDTHS, published_video, tiny_file
 from tests.tiny_vae import tiny_vae
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.metrics import relative_l2
+from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.patching.tiny_vae import network
 
 ROUNDING = 1e-5  # of some sixty layers in fp32
@@ -115,6 +118,13 @@ def test_a_copy_decodes_with_its_own_network_and_the_original_encodes(tmp_path, 
     assert torch.equal(twin.decode(z).sample, tiny)
     assert torch.equal(vae.decode(z).sample, own)
     assert str(handle) == "tiny VAE: restored"
+
+
+@pytest.mark.parametrize("judge", [verify, partial(compare, with_oracle=True)])
+def test_its_frames_are_not_judged_by_the_pipelines_own_vae(tmp_path, judge):
+    pipe = tiny_wan_pipeline()
+    with trp.use_tiny_vae(pipe, tiny_file(tmp_path)), pytest.raises(ValueError, match="a tiny VAE decodes in this"):
+        judge(pipe, tiny_call(output_type="np"))
 
 
 def test_latents_without_frames_are_refused(tmp_path):

@@ -4,6 +4,6 @@ network.py     the decoder, and which of its layouts a file has
 decoding.py    `use_tiny_vae`, and how to undo it
 """
 
-from .decoding import TinyVae, use_tiny_vae
+from .decoding import TinyVae, has_tiny_vae, use_tiny_vae
 
-__all__ = ["TinyVae", "use_tiny_vae"]
+__all__ = ["TinyVae", "has_tiny_vae", "use_tiny_vae"]

@@ -107,6 +107,11 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def has_tiny_vae(vae: object) -> bool:
+    """True if a tiny VAE decodes in place of a VAE."""
+    return isinstance(vae, nn.Module) and _NETWORK in vars(vae)
+
+
 def _vae_of(target: object) -> nn.Module:
     vae = target if isinstance(target, nn.Module) else getattr(target, "vae", None)
     if not is_vae(vae):
