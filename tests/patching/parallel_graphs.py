@@ -65,7 +65,9 @@ def kept_after_the_end(parallelize):
         model = parallel_model(parallelize)
         steps(model, 2)
         before = graphs_of(model).kept
-        dist.destroy_process_group(dist.new_group())
+        group = dist.new_group()
+        dist.barrier(group)  # until the other rank has connected to this one
+        dist.destroy_process_group(group)
     return before, graphs_of(model).kept
 
 
