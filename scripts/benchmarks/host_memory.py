@@ -48,23 +48,24 @@ def main(argv: list[str] | None = None) -> int:
         figures = json.loads(
             subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
         )
+    experts = CASES[options.config].experts
     share = figures["peak"] / figures["weights"]
     print(
         f"the host takes {in_gb(figures['peak'])} GB at most, {share:.2f} times the {in_gb(figures['weights'])} GB of "
-        f"one transformer in 8 bits ({HOST_MEMORY[options.experts]} is wanted at most), of which "
+        f"one transformer in 8 bits ({HOST_MEMORY[experts]} is wanted at most), of which "
         f"{in_gb(figures['pinned'])} GB are pinned; loading takes {figures['seconds']:.0f} s"
     )
     if options.json is not None:
-        settings = {"config": options.config, "experts": options.experts, "vram": options.vram}
+        settings = {"config": options.config, "experts": experts, "vram": options.vram}
         environment = asdict(describe_environment(torch.device(options.device)))
         write_json(options.json, {"settings": settings, "environment": environment, "host_memory": figures})
-    return 0 if share <= HOST_MEMORY[options.experts] else 1
+    return 0 if share <= HOST_MEMORY[experts] else 1
 
 
 def convert(options: argparse.Namespace, folder: Path) -> None:
     """Write the converted transformers of a pipeline."""
     device, case = torch.device(options.device), CASES[options.config]
-    for name in transformer_names(options.experts):
+    for name in case.transformer_names:
         model = with_random_weights(lambda: case.transformer_class(**case.transformer), device)
         model.save_pretrained(folder / "model" / name)
         del model
@@ -75,12 +76,10 @@ def load(options: argparse.Namespace) -> dict[str, float]:
     """Load a converted pipeline and fit it into a card. Return the peak of the host's memory in bytes."""
     case = CASES[options.config]
     with init_empty_weights():
-        transformers = {name: case.transformer_class(**case.transformer) for name in transformer_names(options.experts)}
-    second = {"boundary_ratio": 0.875} if options.experts == 2 else {}
+        transformers = {name: case.transformer_class(**case.transformer) for name in case.transformer_names}
     vae = with_random_weights(lambda: case.vae_class(**case.vae))
-    pipe = WanPipeline(
-        tokenizer=None, text_encoder=None, vae=vae, scheduler=trp.RCMScheduler(), **transformers, **second
-    )
+    others = {"tokenizer": None, "text_encoder": None, "vae": vae, "scheduler": trp.RCMScheduler()}
+    pipe = WanPipeline(**others, **transformers, **case.pipeline_options)
     before, start = own_memory(), time.perf_counter()
     with watched() as peak:
         trp.load_converted(options.load, pipe, device="cpu")
@@ -89,10 +88,6 @@ def load(options: argparse.Namespace) -> dict[str, float]:
     weights = sum(tensor.nbytes for tensor in (*pipe.transformer.parameters(), *pipe.transformer.buffers()))
     print(plan)
     return {"peak": peak[0] - before, "pinned": pinned_memory(), "weights": weights, "seconds": seconds}
-
-
-def transformer_names(experts: int) -> tuple[str, ...]:
-    return ("transformer", "transformer_2")[:experts]
 
 
 def own_memory() -> int:
@@ -130,7 +125,6 @@ def watched():
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-14b")
-    parser.add_argument("--experts", type=int, choices=(1, 2), default=1, help="2: two transformers, as A14B has")
     parser.add_argument("--vram", default="8GB", help="the card, such as 8GB")
     parser.add_argument("--device", default="cuda", help="the device that converts and runs")
     parser.add_argument("--folder", help="where the models are written for the time being (default: the system's)")

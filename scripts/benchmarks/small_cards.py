@@ -63,12 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     device = torch.device("cuda")
     size = {"height": options.height, "width": options.width, "num_frames": options.frames}
-    pipe = random_pipeline(options.config, options.experts, device)
+    pipe = random_pipeline(options.config, device)
     trp.use_rcm(pipe)
     pipe.set_progress_bar_config(disable=True)
     settings = {
         "config": options.config,
-        "experts": options.experts,
+        "experts": CASES[options.config].experts,
         **size,
         "tokens": TOKENS,
         "steps": STEPS,
@@ -274,27 +274,27 @@ def inputs_of(pipe: DiffusionPipeline, size: dict[str, int]) -> dict[str, object
     return {"prompt": "a prompt", **(image if isinstance(pipe, WanImageToVideoPipeline) else {}), **size}
 
 
-def random_pipeline(config: str, experts: int, device: torch.device | str = "cpu") -> DiffusionPipeline:
-    """Return a pipeline in bf16, with one transformer or with two of the same size."""
+def random_pipeline(config: str, device: torch.device | str = "cpu") -> DiffusionPipeline:
+    """Return a case's pipeline in bf16, with its encoders."""
     case = CASES[config]
 
     def make(model_class: Callable[..., nn.Module], *args: object, **options: object) -> nn.Module:
         return with_random_weights(lambda: model_class(*args, **options), device)
 
-    transformers = [make(case.transformer_class, **case.transformer) for _ in range(experts)]
-    second = {"transformer_2": transformers[1], "boundary_ratio": 0.875} if experts == 2 else {}
+    transformers = {name: make(case.transformer_class, **case.transformer) for name in case.transformer_names}
     kinds = case.encoders or TEXT
     encoders = {name: make(model_class, settings) for name, (model_class, settings) in kinds.items()}
     of_all = {
         "tokenizer": RandomTokens(),
         "vae": make(case.vae_class, **case.vae),
-        "transformer": transformers[0],
         "scheduler": RCMScheduler(),
+        **transformers,
         **encoders,
+        **case.pipeline_options,
     }
-    if "image_encoder" in encoders:
+    if issubclass(case.pipeline_class, WanImageToVideoPipeline):
         return WanImageToVideoPipeline(**of_all, image_processor=CLIPImageProcessor())
-    return WanPipeline(**of_all, **second, expand_timesteps=case.expand_timesteps)
+    return WanPipeline(**of_all)
 
 
 def bus_speed(device: torch.device) -> float:
@@ -340,7 +340,6 @@ def cells(row: dict) -> tuple[str, ...]:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
-    parser.add_argument("--experts", type=int, choices=(1, 2), default=1, help="2: two transformers, as A14B has")
     parser.add_argument(
         "--presets",
         nargs="+",

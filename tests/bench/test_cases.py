@@ -4,6 +4,7 @@ import torch
 from tests.bench.damage import damage_block
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.bench.cases import (
+    OUTLIER,
     OUTLIER_CHANNELS,
     add_random_projections,
     add_structure,
@@ -139,6 +140,20 @@ def test_every_kind_of_case_can_be_verified(name):
     assert len(verification.checks) == 2
 
 
+def test_two_experts_have_structure_and_share_the_steps():
+    pipe, ran = build_pipeline(CASES["tiny-experts"], torch.float32, torch.device("cpu")), []
+    add_structure(pipe)
+    add_random_projections(pipe)
+    use_rcm(pipe)
+    for name in ("transformer", "transformer_2"):
+        model = getattr(pipe, name)
+        assert (model.patch_embedding.bias == OUTLIER).sum() == OUTLIER_CHANNELS
+        assert all(hasattr(block.attn1, "proj_l") for block in model.blocks)
+        model.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+    pipe(**call(pipe, num_inference_steps=3))
+    assert ran == ["transformer", "transformer", "transformer_2"]  # the third step begins at 0.85, below the boundary
+
+
 def test_the_real_cases_have_the_published_sizes():
     case = CASES["wan2.1-i2v-14b"]
     pipe = build_pipeline(case, torch.bfloat16, torch.device("meta"), layers=1)
@@ -148,6 +163,10 @@ def test_the_real_cases_have_the_published_sizes():
     assert build_pipeline(
         CASES["wan2.2-5b-image"], torch.bfloat16, torch.device("meta"), layers=1
     ).config.expand_timesteps
+    experts = build_pipeline(CASES["wan2.2-i2v-a14b"], torch.bfloat16, torch.device("meta"), layers=1)
+    assert experts.config.boundary_ratio == 0.9
+    assert experts.transformer.config == experts.transformer_2.config
+    assert experts.transformer.patch_embedding.in_channels == 36
 
 
 def test_projections_make_a_model_sparse():

@@ -11,7 +11,7 @@ import triton
 from diffusers import DiffusionPipeline
 
 import turbo_rcm_patch as trp
-from tests.cli.running import error_of
+from tests.cli.running import ALLOCATOR, error_of
 from turbo_rcm_patch import versions
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli import main
@@ -50,7 +50,9 @@ def test_a_report_is_markdown_without_what_is_private(saved_models, monkeypatch,
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(versions, "NEWEST_TESTED", {"torch": "2.1"})
-    assert main(["info", "--device", "cpu", "--report", "--model", str(saved_models / "t2v")]) == 0
+    monkeypatch.delenv(ALLOCATOR, raising=False)
+    model = ["--model", str(saved_models / "t2v"), "--vram", "8GB", "--preset", "exact"]
+    assert main(["info", "--device", "cpu", "--report", *model]) == 0
     printed = capsys.readouterr().out
     assert f"| torch | {torch.__version__} |\n" in printed
     assert f"| turbo_rcm_patch | {trp.__version__} |\n" in printed
@@ -58,7 +60,11 @@ def test_a_report_is_markdown_without_what_is_private(saved_models, monkeypatch,
     assert f"| numpy | {numpy.__version__} |\n" in printed
     assert f"Not tested with torch {torch.__version__} (the tests run with 2.1 at most)." in printed
     assert "self_attention" in printed
-    assert printed.count("\n```\n") == 4  # the summary and the memory of the model
+    memory, kernels = printed.split("\n\nMemory of the model:\n\n```\n")[1].split(f"\n```\n\n{module.TINY_MODEL}\n")
+    assert "on the GPU, GB" in memory
+    assert ALLOCATOR not in printed  # a setting of `generate --vram`, not of the user's
+    assert "self_attention" in kernels
+    assert "`" not in memory + kernels.strip("`\n")
     assert f"~/{saved_models.name}/t2v" in printed
     assert str(home) not in printed
     assert "hf_" not in printed
@@ -86,6 +92,17 @@ def info_of(tmp_path, capsys, *options):
     return capsys.readouterr().out, json.loads(path.read_text())["memory"]
 
 
+def test_the_memory_of_a_model_comes_first_and_the_tiny_models_kernels_if_asked_for(saved_models, tmp_path, capsys):
+    printed, _ = info_of(tmp_path, capsys, saved_models / "t2v", "--preset", "exact", "--vram", "8GB")
+    assert printed.startswith(f"{saved_models / 't2v'}, exact, on a GPU with 8GB:\n")
+    assert f"torch           {torch.__version__}" in printed
+    assert "self_attention" not in printed
+    printed, _ = info_of(tmp_path, capsys, saved_models / "t2v", "--preset", "exact", "-v")
+    memory, kernels = printed.split(module.TINY_MODEL)
+    assert memory.startswith(f"{saved_models / 't2v'} on a GPU:\n")
+    assert "self_attention" in kernels
+
+
 def test_info_tells_what_each_tier_takes(saved_models, tmp_path, capsys):
     printed, memory = info_of(tmp_path, capsys, saved_models / "t2v")
     assert "1280x720, 81 frames" in printed
@@ -102,11 +119,11 @@ def test_info_tells_what_each_tier_takes(saved_models, tmp_path, capsys):
 
 
 def test_info_plans_for_a_card_without_weights(tmp_path, capsys):
-    printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "8GB", "--preset", "quantized")
-    assert "wan2.1-14b, quantized, on a GPU with 8GB:" in printed
+    printed, (plan,) = info_of(tmp_path, capsys, "wan2.2-a14b", "--vram", "8GB", "--preset", "quantized")
+    assert "wan2.2-a14b, quantized, on a GPU with 8GB:" in printed
     assert "its blocks stream" in printed
     assert plan["tier"] == "quantized"
-    assert "transformer" in plan["streaming"]
+    assert {"transformer", "transformer_2"} < set(plan["streaming"])
     assert max(plan["peaks"].values()) <= plan["budget"] == 74 * 10**8
 
     printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "3 GB", "--preset", "exact")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+from itertools import chain
 
 import torch
 from diffusers import DiffusionPipeline
+from torch import nn
 
 from ..memory.empty_models import cast_as_loaded
 from ..patching import use_rcm
+from ..patching.apply import transformers_of
 from ..patching.families import family_of
 from ..patching.families.family import Case, PipelineInputs
 from ..patching.steps.sparse_linear import PROJ_L
@@ -30,19 +33,19 @@ def build_pipeline(
     config = dict(case.transformer) if layers is None else {**case.transformer, "num_layers": layers}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        transformer = case.transformer_class(**config)
-        for blocks in family_of(transformer).blocks:
-            for _, block in blocks.of(transformer):
-                blocks.random_weights.strengthen_gates(block)
-        models = {"transformer": transformer, "vae": case.vae_class(**case.vae)}
+        transformers = {name: case.transformer_class(**config) for name in case.transformer_names}
+        for transformer in transformers.values():
+            for blocks in family_of(transformer).blocks:
+                for _, block in blocks.of(transformer):
+                    blocks.random_weights.strengthen_gates(block)
+        models = {**transformers, "vae": case.vae_class(**case.vae)}
         others = {name: kind for name, kind in case.others.items() if name not in case.stand_ins}
         models |= {name: model_class(**options) for name, (model_class, options) in others.items()}
         models |= {name: model_class() for name, model_class in case.stand_ins.items()}
     parts = {name: cast_as_loaded(model.eval(), dtype) for name, model in models.items()}
     parameters = inspect.signature(case.pipeline_class).parameters.values()
     left_out = {parameter.name: None for parameter in parameters if parameter.default is parameter.empty}
-    options = {"expand_timesteps": True} if case.expand_timesteps else {}
-    return case.pipeline_class(**{**left_out, **parts, **options, "scheduler": case.scheduler()})
+    return case.pipeline_class(**{**left_out, **parts, **case.pipeline_options, "scheduler": case.scheduler()})
 
 
 def install_few_steps(pipe: DiffusionPipeline) -> None:
@@ -68,14 +71,18 @@ def _inputs_of(pipe: DiffusionPipeline) -> PipelineInputs:
 
 
 def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
-    """Give random weights, in place, two properties of trained ones.
+    """Give random weights of all transformers, in place, two properties of trained ones.
 
     They are a few hidden channels far above all others, and attention that picks out a few keys. On Gaussian
     activations and near-uniform attention many errors average out.
     """
-    transformer = pipe.transformer
-    family = family_of(transformer)
     generator = torch.Generator().manual_seed(seed)
+    for transformer in transformers_of(pipe).values():
+        _add_structure(transformer, generator)
+
+
+def _add_structure(transformer: nn.Module, generator: torch.Generator) -> None:
+    family = family_of(transformer)
     with torch.no_grad():
         bias = transformer.get_submodule(family.first_layer).bias
         channels = torch.randperm(len(bias), generator=generator)[:OUTLIER_CHANNELS].to(bias.device)
@@ -93,9 +100,9 @@ def needs_projections(pipe: DiffusionPipeline) -> bool:
 
 def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
     """Give every self-attention a random proj_l, which training with sparse-linear attention adds."""
-    transformer = pipe.transformer
     generator = torch.Generator().manual_seed(seed)
-    for _, attn, _ in family_of(transformer).self_attentions(transformer):
+    attentions = (family_of(model).self_attentions(model) for model in transformers_of(pipe).values())
+    for _, attn, _ in chain.from_iterable(attentions):
         like = attn.to_out[0].weight
         size = attn.inner_dim // attn.heads
         linear = torch.nn.utils.skip_init(torch.nn.Linear, size, size, device=like.device, dtype=like.dtype)

@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if getattr(arguments, "vram", None) is not None:  # before torch is imported, which reads this
+    if arguments.command != "info" and getattr(arguments, "vram", None) is not None:
+        # Before torch is imported, which reads this.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     check_arguments(arguments)
     if arguments.command == "evaluate":  # the imports alone can take 10 seconds

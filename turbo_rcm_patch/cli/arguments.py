@@ -12,7 +12,7 @@ from ..config import PRESETS
 from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
 
-VERBOSE = "show other packages' warnings too; generate: the kernel of every step"
+VERBOSE = "show other packages' warnings too; generate: the kernel of every step; info --model: the tiny model's"
 DTYPES = ("float32", "bfloat16", "float16")
 _PROMPT = f"a description of the video; the embedded model knows captions like '{EXAMPLES[0]}'"
 

@@ -23,32 +23,35 @@ from .pipelines import choose_device, choose_dtype
 OTHER_PACKAGES = ("accelerate", "huggingface_hub", "numpy", "safetensors", "peft", "torchao", "gguf", "kernels")
 # Variables that change what runs. Others are left out of a report, because they may be private.
 SETTINGS = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
+TINY_MODEL = "Kernels of the tiny model that the package includes:"
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}")
 
 
 def info(arguments: argparse.Namespace) -> int:
-    """Print the environment and the kernels of the included model, and with --model the memory that it takes."""
+    """Print the environment, after the memory that --model takes, and the kernels of the included model.
+
+    With --model the kernels are left out, except from the report and the JSON file, or with --verbose.
+    """
     device = choose_device(arguments)
-    memory, paragraphs = ([], []) if arguments.model is None else memory_of_model(arguments)
+    memory, plans = ([], []) if arguments.model is None else memory_of_model(arguments)
     environment = asdict(describe_environment(device))
-    pipe = load_embedded_pipeline(choose_dtype(arguments, device), device)
-    with patch(pipe) as applied:
-        summary, rows = applied.summary(), applied.rows()
     notes = list(filter(None, [untested_note(), unknown_pair_note() if device.type == "cuda" else None]))
-    paragraphs = [summary, *beside_exact(tuned_tiers(device)), *paragraphs]
     shown = {name: value for name, value in environment.items() if value is not None}
+    with patch(load_embedded_pipeline(choose_dtype(arguments, device), device)) as applied:
+        kernels, rows = [applied.summary(), *beside_exact(tuned_tiers(device))], applied.rows()
     if arguments.report:
-        print(_report(shown, notes, paragraphs))
+        print(_report(shown, notes, plans, kernels))
     else:
-        print(*(f"{name:16}{value}" for name, value in shown.items()), sep="\n")
-        print(*(f"\n{text}" for text in (*notes, *paragraphs)), sep="\n")
+        lines = "\n".join(f"{name:16}{value}" for name, value in shown.items())
+        titled = [TINY_MODEL, *kernels] if arguments.model is None or arguments.verbose else []
+        print(*plans, lines, *notes, *titled, sep="\n\n")
     if arguments.json is not None:
-        kernels = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
-        write_json(arguments.json, {"environment": environment, "kernels": kernels, "memory": memory})
+        by_step = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
+        write_json(arguments.json, {"environment": environment, "kernels": by_step, "memory": memory})
     return 0
 
 
-def _report(environment: dict[str, object], notes: list[str], paragraphs: list[str]) -> str:
+def _report(environment: dict[str, object], notes: list[str], plans: list[str], kernels: list[str]) -> str:
     """Return the same as Markdown, without what is private."""
     rows = {**environment, "system": platform.platform()}
     for name in OTHER_PACKAGES:
@@ -57,8 +60,9 @@ def _report(environment: dict[str, object], notes: list[str], paragraphs: list[s
     rows |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
     lines = ["| what | here |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
     parts = ["### turbo-rcm info", "\n".join(lines), *notes]
-    parts.append("Kernels of the tiny model that the package includes:")
-    parts += [f"```\n{text}\n```" for text in paragraphs]
+    for title, paragraphs in (("Memory of the model:", plans), (TINY_MODEL, kernels)):
+        if paragraphs:
+            parts += [title, *(f"```\n{text}\n```" for text in paragraphs)]
     return without_private("\n\n".join(parts))
 
 

@@ -79,7 +79,7 @@ def _of_case(case: Case) -> dict[str, nn.Module]:
         return {
             **encoders,
             **others,
-            "transformer": case.transformer_class(**case.transformer),
+            **{name: case.transformer_class(**case.transformer) for name in case.transformer_names},
             "vae": case.vae_class(**case.vae),
         }
 

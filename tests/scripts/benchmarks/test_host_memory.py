@@ -9,7 +9,7 @@ from scripts.benchmarks import host_memory, memory_cap
 
 def test_a_pipeline_of_two_experts_is_converted_and_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_cap, "POOL", 1 << 12)
-    options = host_memory.parse_options(["--config", "tiny", "--experts", "2", "--device", "cpu"])
+    options = host_memory.parse_options(["--config", "tiny-experts", "--device", "cpu"])
     host_memory.convert(options, tmp_path)
     options.load = str(tmp_path / "converted")
     figures = host_memory.load(options)

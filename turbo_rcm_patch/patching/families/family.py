@@ -36,6 +36,7 @@ from diffusers import DiffusionPipeline, SchedulerMixin
 from torch import nn
 from transformers import PretrainedConfig
 
+from ...checkpoints.files import COMPONENTS
 from ...checkpoints.lazy import Tensors
 from ...checkpoints.names import Names
 from ...config import Exact, PatchConfig
@@ -224,7 +225,9 @@ class Case:
     The pipeline works without encoders. scheduler: makes the pipeline's. expand_timesteps: True if each token has its
     own timestep. encoders: the class and config of each encoder that the checkpoint comes with, by its name in the
     pipeline. others: the class and arguments of each other model that the pipeline runs, by its name. stand_ins: the
-    classes of models that take the place of some of these in a pipeline with random weights.
+    classes of models that take the place of some of these in a pipeline with random weights. experts: 2 for two
+    transformers of this config, of which the first makes the steps with much noise. boundary: the share of the noise
+    down to which it does.
     """
 
     transformer_class: type[nn.Module]
@@ -240,6 +243,19 @@ class Case:
     others: Mapping[str, tuple[type[nn.Module], Mapping[str, object]]] = field(default_factory=dict)
     stand_ins: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     scheduler: Callable[[], SchedulerMixin] = RCMScheduler
+    experts: int = 1
+    boundary: float | None = None
+
+    @property
+    def transformer_names(self) -> tuple[str, ...]:
+        """The names of the transformers in the pipeline."""
+        return COMPONENTS[: self.experts]
+
+    @property
+    def pipeline_options(self) -> dict[str, object]:
+        """The options of the pipeline beside its models."""
+        options = {"expand_timesteps": True} if self.expand_timesteps else {}
+        return options if self.boundary is None else {**options, "boundary_ratio": self.boundary}
 
 
 @dataclass(frozen=True)

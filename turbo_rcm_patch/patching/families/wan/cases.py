@@ -36,6 +36,7 @@ CLIP_VIT_H = CLIPVisionConfig(
 TEXT = {"text_encoder": (UMT5EncoderModel, UMT5_XXL)}
 TEXT_AND_IMAGE = {**TEXT, "image_encoder": (CLIPVisionModel, CLIP_VIT_H)}
 
+SIZE_14B = {"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}
 TI2V_5B = {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
 TI2V_5B_VAE = {
     "base_dim": 160,
@@ -58,26 +59,22 @@ CASES = {
     "wan2.1-1.3b": _from_text(
         {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 480, 832, 81, encoders=TEXT
     ),
-    "wan2.1-14b": _from_text(
-        {"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 720, 1280, 81, encoders=TEXT
-    ),
+    "wan2.1-14b": _from_text(SIZE_14B, 720, 1280, 81, encoders=TEXT),
     "wan2.1-i2v-14b": _from_image(
-        {
-            "num_attention_heads": 40,
-            "num_layers": 40,
-            "ffn_dim": 13824,
-            "in_channels": 36,
-            "image_dim": 1280,
-            "added_kv_proj_dim": 5120,
-        },
+        {**SIZE_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
         720,
         1280,
         81,
         encoders=TEXT_AND_IMAGE,
     ),
+    "wan2.2-a14b": _from_text(SIZE_14B, 720, 1280, 81, encoders=TEXT, experts=2, boundary=0.875),
+    "wan2.2-i2v-a14b": _from_image(
+        {**SIZE_14B, "in_channels": 36}, 720, 1280, 81, encoders=TEXT, experts=2, boundary=0.9
+    ),
     "wan2.2-5b": _from_text(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True, encoders=TEXT),
     "wan2.2-5b-image": _from_image(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True, encoders=TEXT),
     "tiny": _from_text(TINY, 32, 48, 5, vae=TINY_VAE),
+    "tiny-experts": _from_text(TINY, 32, 48, 5, vae=TINY_VAE, experts=2, boundary=0.875),
     "tiny-tokens": _from_text(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
     "tiny-image-tokens": _from_image(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
     "tiny-image": _from_image(
