@@ -75,7 +75,14 @@ def test_the_memory_is_what_is_planned():
     assert f"about {at_480p / 1e9:.0f} GB for 1.3B at 480p and {at_720p / 1e9:.0f} GB for 14B at 720p" in words
 
 
-@pytest.mark.parametrize(("name", "title"), [("1.3b", "2.1 1.3B"), ("5b", "2.2 TI2V-5B"), ("14b", "2.1 14B")])
+NAMES = {
+    "text_encoder": "the text encoder",
+    "transformer": "the transformer",
+    "transformer_2": "the second transformer",
+}
+
+
+@pytest.mark.parametrize(("name", "title"), [("1.3b", "2.1 1.3B"), ("5b", "2.2 TI2V-5B"), ("14b", "2.1 14B"), ("a14b", "2.2 A14B")])
 def test_what_streams_on_24_gb_is_what_is_planned(name, title):
     page = (ROOT / "docs/memory.md").read_text()
     told = []
@@ -84,10 +91,11 @@ def test_what_streams_on_24_gb_is_what_is_planned(name, title):
         placement = plan_for(patched, VIDEOS[0], budget_of("24GB")).placement
         assert placement.decoding is None
         assert not placement.tiles
-        streams = " and ".join(sorted(placement.streaming)).replace("_", " ")
-        told.append(f"the {streams} streams" if streams else "all stays on the GPU")
+        named = [NAMES[name] for name in sorted(placement.streaming)]
+        verb = "streams" if len(named) == 1 else "stream"
+        told.append(f"{' and '.join(named)} {verb}" if named else "all stays on the GPU")
     assert f"| Wan {title} | {told[0]} | {told[1]} |" in page
-    told = "24 GB hold 1.3B or TI2V-5B in 8 bits at 832×480; of 14B the text encoder streams"
+    told = "A card with 24 GB holds all of 1.3B or TI2V-5B in 8 bits at 832×480; for 14B the text encoder streams"
     assert told in " ".join(README.split())
 
 

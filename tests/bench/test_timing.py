@@ -90,7 +90,7 @@ def test_the_table_ends_with_the_total():
     def rows(*options):
         return [re.split(r"  +", line.strip()) for line in timings_table(timings, *options).splitlines()]
 
-    stages = [["text encoding", "1.000 s"], ["2 steps, 2.500 s each", "5.000 s"], ["VAE decode", "4.000 s"]]
+    stages = [["text encoding", "1.000 s"], ["2 steps, median 2.500 s", "5.000 s"], ["VAE decode", "4.000 s"]]
     stages += [["output", "5.000 s"]]
     assert rows() == [*stages, ["total", "16.000 s"], ["peak memory", "1.00 GiB"]]
     written = [["writing", "7.000 s"], ["total, to the finished file", "23.000 s"]]

@@ -22,8 +22,8 @@ def timings_table(timings: StageTimings, writing: float | None = None) -> str:
     """Return one line per stage, all steps in one. writing: seconds from the call's end to the finished file, or None
     without one."""
     text, (steps, seconds), *after = short_stages(timings)
-    each = f", {format_seconds(statistics.median(timings.steps))} each" if len(timings.steps) > 1 else ""
-    lines = [text, (steps + each, seconds), *after, ("total", timings.total)]
+    median = f", median {format_seconds(statistics.median(timings.steps))}" if len(timings.steps) > 1 else ""
+    lines = [text, (steps + median, seconds), *after, ("total", timings.total)]
     if writing is not None:
         lines[-1:] = [("writing", writing), ("total, to the finished file", timings.total + writing)]
     cells = [[label, format_seconds(seconds)] for label, seconds in lines]

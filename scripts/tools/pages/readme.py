@@ -72,7 +72,7 @@ def _seconds(runs: dict, model: str) -> str:
     rivals = [_range([_total(run, name) for run in videos], "{:.1f}".format) for name in (COMPILED, UNPATCHED)]
     count = videos[0]["settings"]["num_inference_steps"]
     return (
-        f" A video in {count} steps, from embedded prompt to frames, takes {ours}; `torch.compile` "
+        f" A video in {count} steps, from prompt embeddings to frames, takes {ours}; `torch.compile` "
         f"took {rivals[0]} s beside it, diffusers {rivals[1]} s."
     )
 
