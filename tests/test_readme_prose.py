@@ -82,7 +82,10 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("name", "title"), [("1.3b", "2.1 1.3B"), ("5b", "2.2 TI2V-5B"), ("14b", "2.1 14B"), ("a14b", "2.2 A14B")])
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [("1.3b", "2.1 1.3B"), ("5b", "2.2 TI2V-5B"), ("14b", "2.1 14B"), ("a14b", "2.2 A14B")],
+)
 def test_what_streams_on_24_gb_is_what_is_planned(name, title):
     page = (ROOT / "docs/memory.md").read_text()
     told = []
