@@ -19,9 +19,11 @@ def test_a_pipeline_of_two_experts_is_converted_and_loaded(tmp_path, monkeypatch
 
 
 def test_the_peak_has_what_is_freed_again():
+    most = 0.9 * 4 * (1 << 26)
     with host_memory.watched() as peak:
-        before = host_memory.own_memory()
+        before, late = host_memory.own_memory(), time.monotonic() + 20
         held = torch.ones(1 << 26)
-        time.sleep(0.05)
+        while peak[0] - before <= most and time.monotonic() < late:  # a busy machine lets the watching thread wait
+            time.sleep(0.01)
         del held
-    assert peak[0] - before > 0.9 * 4 * (1 << 26)
+    assert peak[0] - before > most
