@@ -1,7 +1,9 @@
 """`turbo-rcm info`."""
 
+import fnmatch
 import importlib
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy
@@ -9,12 +11,13 @@ import pytest
 import torch
 import triton
 from diffusers import DiffusionPipeline
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 import turbo_rcm_patch as trp
 from tests.cli.running import ALLOCATOR, error_of
 from turbo_rcm_patch import versions
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.cli import main, model_memory
 from turbo_rcm_patch.cli.info import without_private
 
 module = importlib.import_module("turbo_rcm_patch.cli.info")  # `commands` imports its function by this name
@@ -140,6 +143,31 @@ def test_the_plan_without_weights_is_that_of_the_loaded_pipeline(saved_models, t
     by_name = {component["name"]: component for component in empty["components"]}
     assert by_name == {component["name"]: component for component in loaded["components"]}
     assert empty["peaks"] == loaded["peaks"]
+
+
+def test_of_a_hub_id_only_the_configs_are_downloaded(saved_models, tmp_path, monkeypatch, capsys):
+    def download(source, allow_patterns):
+        names = [str(path.relative_to(saved_models / "t2v")) for path in (saved_models / "t2v").rglob("*")]
+        for name in {name for pattern in allow_patterns for name in fnmatch.filter(names, pattern)}:
+            (tmp_path / source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(saved_models / "t2v" / name, tmp_path / source / name)
+        return str(tmp_path / source)
+
+    monkeypatch.setattr(model_memory, "snapshot_download", download)
+    printed, (need,) = info_of(tmp_path, capsys, "org/wan", "--preset", "exact", "--frames", 17)
+    assert printed.startswith("org/wan on a GPU:\n")
+    _, (of_folder,) = info_of(tmp_path, capsys, saved_models / "t2v", "--preset", "exact", "--frames", 17)
+    assert need == of_folder
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_hub_that_is_not_reached_is_said(monkeypatch, capsys):
+    def download(source, allow_patterns):
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(model_memory, "snapshot_download", download)
+    error = error_of(capsys, "info", "--device", "cpu", "--model", "org/wan")
+    assert "--model org/wan: the hub cannot be reached, and this machine has no copy; check the network" in error
 
 
 def test_info_counts_a_text_encoder_in_8_bits(tmp_path, capsys):

@@ -142,10 +142,10 @@ def _add_info(commands) -> None:
     parser.add_argument("--report", action="store_true", help=report)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the same as JSON")
     memory = (
-        "show the GPU memory that a diffusers pipeline or transformer in this folder needs in each tier, or a known "
-        "size, such as wan2.1-14b"
+        "show the GPU memory that a diffusers pipeline or transformer needs in each tier: a folder, a hub id, of which "
+        "only the configs are downloaded, or a known size, such as wan2.1-14b"
     )
-    parser.add_argument("--model", metavar="FOLDER", help=memory)
+    parser.add_argument("--model", metavar="PATH_OR_ID", help=memory)
     vram = "with --model: show where its models would be on a card with this much memory, such as '8 GB' or 8GB"
     parser.add_argument("--vram", metavar="AMOUNT", help=vram)
     _add_text_encoder(
