@@ -24,7 +24,7 @@ def cards_table(run: dict) -> str:
             row["card"] or "no cap",
             ", ".join(row["streaming"]) or "nothing",
             "in tiles" if row["tiles"] else "few frames at a time" if row.get("decoding") else "whole frames",
-            "does not fit" if row["seconds"] is None else f"{row['seconds']:.2f}",
+            _seconds(row, settings["repeats"]),
             "" if row["seconds"] is None else f"{row['step_seconds']:.3f}",
             _stages(row),
         ]
@@ -38,6 +38,13 @@ def cards_table(run: dict) -> str:
         f"from pinned memory moves {bus:.0f} GB/s). "
         "Predictions stand in brackets:\n\n" + table_of(header, rows)
     )
+
+
+def _seconds(row: dict, repeats: int) -> str:
+    if row["seconds"] is None:
+        return "does not fit"
+    once = ", once" if row.get("videos", repeats) < repeats else ""
+    return f"{row['seconds']:.2f}{once}"
 
 
 def host_memory(run: dict) -> str:

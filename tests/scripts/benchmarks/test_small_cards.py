@@ -1,9 +1,12 @@
 """The benchmark of whole pipelines within a cap on memory."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import turbo_rcm_patch as trp
@@ -11,6 +14,7 @@ from scripts.benchmarks import memory_cap, small_cards
 from turbo_rcm_patch.memory.components import component_of
 
 TIERS = ("exact", "quantized", "sparse", "sparse, text encoder in 8 bits")
+RECORDED = {"watching": nullcontext, "mark": lambda _: None, "ends": [1.0, 2.0], "peaks": {}}
 TINY_TEXT = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_layers": 2, "vocab_size": 100}
 
 
@@ -46,6 +50,20 @@ def test_a_video(config, monkeypatch):
     assert len(recorder.ends) == 2
     of_images = {"image encoding", "VAE encoding"} if config == "tiny-image" else set()
     assert recorder.peaks.keys() == {"text encoding", "denoising"} | of_images
+
+
+@pytest.mark.parametrize(("seconds", "videos"), [(small_cards.LONG - 1, 3), (small_cards.LONG + 1, 1)])
+def test_a_long_video_is_timed_once(seconds, videos, monkeypatch):
+    clock = iter(range(0, 100 * seconds, seconds))
+    monkeypatch.setattr(small_cards, "Recorder", lambda steps: SimpleNamespace(**RECORDED))
+    monkeypatch.setattr(small_cards, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(small_cards.torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 0})
+    monkeypatch.setattr(small_cards.torch.cuda, "max_memory_reserved", lambda: 0)
+    monkeypatch.setattr(small_cards, "empty_cache", lambda: None)
+    monkeypatch.setattr(small_cards, "inputs_of", lambda *_: {})
+    monkeypatch.setattr(small_cards, "call_options", lambda _: {})
+    figures = small_cards.measure(lambda: SimpleNamespace(frames=torch.zeros(1)), {}, 3)
+    assert (figures["seconds"], figures["videos"]) == (seconds, videos)
 
 
 def with_small_encoders(case):

@@ -307,6 +307,7 @@ def test_a_pipeline_within_a_cap():
     assert "memory moves 50 GB/s" in text
     assert "| diffusers, by blocks | 8GB | all | whole frames | does not fit |  |  |" in text
     stages = "text encoding 2.00 (2.10), decoding 6.00 (6.30)"
+    assert "| diffusers, by leaves | 8GB | all | in tiles | 30.00, once | 2.000 |" in text
     assert f"| quantized | no cap | nothing | whole frames | 10.00 | 2.000 | {stages} |" in text
     assert f"| quantized | 8GB | nothing | few frames at a time | 11.00 | 2.000 | {stages} |" in text
 
