@@ -165,7 +165,7 @@ def test_options_of_the_vae():
         assert config_class().vae is True
         assert config_class(vae=False, vae_chunk=2).vae_chunk == 2
         for wrong in (None, 1, "decoder"):
-            with pytest.raises(ValueError, match=r"vae=.*; give True or False"):
+            with pytest.raises(ValueError, match=r"vae=.*; give True, False or '8bit'"):
                 config_class(vae=wrong)
         for wrong in (0, -1, 1.5, True, "4"):
             with pytest.raises(

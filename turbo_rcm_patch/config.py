@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from .keep_list import REMEDY, KeepList
-from .tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE, ErrorLimits, Tier
+from .tiers import BLOCK_SPARSE, DECODED_IN_8_BITS, EXACT, QUANTIZED, SPARSE, ErrorLimits, Tier
 
 FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
 ATTENTION_KERNELS = ("auto", "triton", "sdpa")
@@ -17,6 +17,7 @@ IMPLEMENTATIONS = ("auto", "triton", "torch")
 CUDA_GRAPH_MODES = ("auto", "on", "off")
 QUANTIZABLE = ("attention", "linears")
 RESIDUALS = ("fp16", "same")
+VAE_8BIT = "8bit"  # the value of `vae` for convolutions in 8 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class PatchConfig:
             8-bit blocks with a LoRA on sm_90, which run faster so.
         vae: True patches a pipeline's AutoencoderKLWan or AutoencoderKLQwenImage too, and the conversion of its frames
             to "np" or "pil". The VAE computes in its own dtype in every tier. VAEs of other classes stay as they are.
+            "8bit" also runs most of the decoder's convolutions in 8 bits, on a GPU (not timed yet). Decoded frames then
+            differ from exact ones (docs/tiers.md).
         vae_chunk: how many latent frames the VAE takes at a time. Fewer take less memory; more are faster if frames
             are small. None: one, or as many more as fit in 1 GiB (128 MiB for a tile), or part of one if memory is
             short.
@@ -57,7 +60,7 @@ class PatchConfig:
     implementation: str = "auto"
     cuda_graph: str = "auto"
     residual: str = "fp16"
-    vae: bool = True
+    vae: bool | str = True
     vae_chunk: int | None = None
 
     tier: ClassVar[Tier]
@@ -78,7 +81,8 @@ class PatchConfig:
 
     def __post_init__(self):
         self._check_names("fuse", FUSION_GROUPS)
-        _check_flag("vae", self.vae)
+        if not isinstance(self.vae, bool) and self.vae != VAE_8BIT:
+            raise ValueError(f"vae={self.vae!r}; give True, False or {VAE_8BIT!r}.")
         if self.vae_chunk is not None and not (type(self.vae_chunk) is int and self.vae_chunk > 0):
             raise ValueError(
                 f"vae_chunk={self.vae_chunk!r}; give a whole number of latent frames, at least 1, or None."
@@ -105,6 +109,11 @@ class PatchConfig:
     def limits(self) -> ErrorLimits:
         """The errors that are allowed with these options."""
         return self.tier.limits
+
+    @property
+    def decode_limits(self) -> ErrorLimits:
+        """The errors that are allowed in decoded frames."""
+        return DECODED_IN_8_BITS if self.vae == VAE_8BIT else EXACT.limits
 
     def in_8_bits(self, part: str) -> bool:
         """True if a part of a block, one of QUANTIZABLE, is computed in 8 bits."""

@@ -6,7 +6,8 @@ The weights are random, and so is the video. The memory is what the work takes b
 with the result. The error is that of a short video's result against diffusers' own code in fp32, which decodes and
 encodes whole frames; in tiles it includes their blending. "Little memory" is the patch with no memory to spare: as few
 frames at a time as it can. A tiny VAE, whose weights are random too, decodes in place of the VAE, and its error is not
-measured. A strip is the part of each frame that one of several GPUs decodes, without the exchange of frames.
+measured. "8 bits" is the decoder with ``vae="8bit"``; its PSNR is that of the short video's frames to exact patched
+decoding. A strip is the part of each frame that one of several GPUs decodes, without the exchange of frames.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from scripts.benchmarks.memory_cap import with_random_weights
 from turbo_rcm_patch.amounts import in_gb
 from turbo_rcm_patch.bench.coding import coded, coding_oracle
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.bench.metrics import relative_l2
+from turbo_rcm_patch.bench.metrics import psnr, relative_l2
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae.chunks import (
@@ -54,9 +55,10 @@ from turbo_rcm_patch.tables import table
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 LITTLE_MEMORY, IN_TILES, TINY = "patched, little memory", "patched, in tiles", "tiny VAE"
+IN_8_BITS = "patched, 8 bits"
 STRIPS = {f"patched, a strip of {count}": count for count in (2, 4)}
 SHORT = 9  # frames of the video that the error is measured on
-HEADER = ("work", "variant", "seconds", "over unpatched", "GB", "predicted, GB", "error")
+HEADER = ("work", "variant", "seconds", "over unpatched", "GB", "predicted, GB", "error", "PSNR, dB")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,15 +102,19 @@ def rows_of(vae: nn.Module, work: str, size: tuple[int, int, int], repeats: int)
     video = input_of(vae, work, size)
     for variant in variants_of(vae, work):
         with as_variant(vae, variant) as model:
-            error = None if variant == TINY else relative_l2(coded(model, work, short), exact)
+            result = None if variant == TINY else coded(model, work, short)
             taken = measure(partial(coded, model, work, video), video.is_cuda, repeats)
-            yield {"work": work, "variant": variant, **taken, "error": error} | {
-                "predicted": predicted_bytes(vae, work, variant, size)
-            }
+        if variant == PATCHED:
+            patched = result
+        yield {"work": work, "variant": variant, **taken} | {
+            "error": None if result is None else relative_l2(result, exact),
+            "predicted": predicted_bytes(vae, work, variant, size),
+            "psnr": psnr(result, patched, peak=2.0) if variant == IN_8_BITS else None,
+        }
     for variant, count in STRIPS.items() if work == "decode" else ():
         with trp.patch(vae):
             taken = measure(partial(decoded_strip, vae, video, count), video.is_cuda, repeats)
-        yield {"work": work, "variant": variant, **taken, "error": None, "predicted": None}
+        yield {"work": work, "variant": variant, **taken, "error": None, "predicted": None, "psnr": None}
 
 
 def decoded_strip(vae: nn.Module, z: torch.Tensor, count: int) -> torch.Tensor:
@@ -119,10 +125,12 @@ def decoded_strip(vae: nn.Module, z: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def variants_of(vae: nn.Module, work: str) -> tuple[str, ...]:
-    """Return the variants that do the work, and that a device can run in reasonable time: no torch.compile on a CPU."""
-    compiled = (COMPILED,) if vae.device.type == "cuda" else ()
-    tiny = (TINY,) if work == "decode" else ()
-    return UNPATCHED, *compiled, PATCHED, LITTLE_MEMORY, IN_TILES, *tiny
+    """Return the variants that do the work and that a device can run: no 8 bits on a CPU, where torch.compile would
+    take too long."""
+    on_gpu = vae.device.type == "cuda"
+    compiled, in_8_bits = ((COMPILED,), (IN_8_BITS,)) if on_gpu else ((), ())
+    decoders = (*in_8_bits, TINY) if work == "decode" else ()
+    return UNPATCHED, *compiled, PATCHED, LITTLE_MEMORY, IN_TILES, *decoders
 
 
 @contextmanager
@@ -136,7 +144,7 @@ def as_variant(vae: nn.Module, variant: str) -> Iterator[nn.Module]:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(trp.use_tiny_vae(vae, tiny_file(vae, Path(folder))))
         elif variant != UNPATCHED:
-            stack.enter_context(trp.patch(vae))
+            stack.enter_context(trp.patch(vae, trp.Exact(vae="8bit" if variant == IN_8_BITS else True)))
         if variant == LITTLE_MEMORY:
             vars(vae)[LIMIT] = 0
             stack.callback(vars(vae).pop, LIMIT)
@@ -211,7 +219,7 @@ def predicted_bytes(vae: nn.Module, work: str, variant: str, size: tuple[int, in
         return None
     in_tiles, free = variant == IN_TILES, 0 if variant == LITTLE_MEMORY else None
     if work == "decode":
-        return decoding_bytes(vae, *size, in_tiles=in_tiles, free=free)
+        return decoding_bytes(vae, *size, in_tiles=in_tiles, free=free, in_8_bits=variant == IN_8_BITS)
     height, width, frames = size
     video = 3 * frames * height * width * vae.dtype.itemsize
     return encoding_bytes(vae, *size, in_tiles=in_tiles) - 2 * video
@@ -230,6 +238,7 @@ def cells(rows: list[dict]) -> Iterator[tuple[str, ...]]:
             speed,
             *memory,
             "" if row["error"] is None else f"{row['error']:.1e}",
+            "" if row["psnr"] is None else f"{row['psnr']:.1f}",
         )
 
 

@@ -39,6 +39,7 @@ OPS = (
     "rms_norm_silu",
     "skip",
     "conv_skip",
+    "conv_8bit",
     "quantize_qkv",
     "attention_8bit",
     "sparse_linear_attention",

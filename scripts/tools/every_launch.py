@@ -9,7 +9,7 @@ with compile_without_gpu.MULTIPROCESSORS.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, product
 from unittest import mock
 
@@ -31,10 +31,11 @@ from turbo_rcm_patch.kernels.block_sparse.block_sparse_attention import (
     block_sparse_attention,
     block_sparse_attention_8bit,
 )
-from turbo_rcm_patch.kernels.choice.registry import GLUON, spec_of
+from turbo_rcm_patch.kernels.choice.registry import GLUON, TRITON, Op, spec_of
 from turbo_rcm_patch.kernels.coefficient import MAX_RUNS, Runs
 from turbo_rcm_patch.kernels.conv import conv_sm90
-from turbo_rcm_patch.kernels.conv.conv_skip import conv_skip
+from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT
+from turbo_rcm_patch.kernels.conv.conv_skip import ConvSpec, conv_skip
 from turbo_rcm_patch.kernels.conv.conv_weight import pack_weight
 from turbo_rcm_patch.kernels.dispatch import KERNEL_DTYPES, why_not_triton_on
 from turbo_rcm_patch.kernels.linear import gemm_sm90
@@ -49,6 +50,7 @@ from turbo_rcm_patch.kernels.rows.layer_norm_modulate import layer_norm_modulate
 from turbo_rcm_patch.kernels.rows.quantize_rows import quantize_rows
 from turbo_rcm_patch.kernels.rows.rms_norm_rope import rms_norm_rope
 from turbo_rcm_patch.kernels.rows.rms_norm_silu import rms_norm_silu
+from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
 from turbo_rcm_patch.kernels.rows.skip import skip
 from turbo_rcm_patch.kernels.sizes import cdiv
 from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
@@ -346,6 +348,37 @@ def launch_convolution(
     conv_skip(x, weight, bias, residual, front=before if front else None, **options)
 
 
+def launch_conv_8bit() -> None:
+    sizes = ((96, 96), (192, 192), (192, 384), (384, 384), (256, 256), (512, 1024), (64, 64), (48, 16))
+    for (C, N), has_front in product(sizes, (True, False)):
+        launch_convolution_8bit(C, N, has_front)
+    launch_convolution_8bit(96, 96, True, residual=False)
+    launch_convolution_8bit(192, 192, True, dtype=FP16)
+    bounds, q = meta(2, dtype=FP32), meta(1, 3, 62, 106, 96, dtype=torch.int8)
+    launch_of(REQUANTIZE)(q, bounds, bounds)
+    for dtype, C in product((BF16, FP32), (96, 192, 256, 384, 512, 1024, 48)):
+        x, gain, divisor = meta(1, 3, 60, 104, C, dtype=dtype), meta(C, dtype=dtype), meta(C, dtype=FP32)
+        for op in (MEASURE_NORM_SILU, QUANTIZE_NORM_SILU):
+            launch_of(op)(x, gain, divisor, bounds)
+
+
+def launch_convolution_8bit(
+    C: int, N: int, has_front: bool, *, dtype: torch.dtype = BF16, residual: bool = True
+) -> None:  # fmt: skip
+    """Launch a convolution of 3×3×3 in 8 bits, or of an image without the frames before."""
+    kt = 3 if has_front else 1
+    x, front = (meta(1, frames, 62, 106, C, dtype=torch.int8) for frames in (3, 2))
+    shape, weight = (1, 3, 60, 104, C), meta(N, kt, 3, 3, C, dtype=torch.int8)
+    spec = ConvSpec(device=x.device, dtype=dtype, eight_bits=(torch.int8,), shape=shape, weight_shape=weight.shape)
+    sums = meta(2, dtype=FP32), weight, meta(N, dtype=FP32), meta(N, dtype=torch.int32)
+    old = meta(1, 3, 60, 104, N, dtype=dtype) if residual else None
+    CONV_8BIT.pick(spec).launch(x, *sums, meta(N, dtype=dtype), old, front if has_front else None)
+
+
+def launch_of(op: Op) -> Callable:
+    return op.named(TRITON).launch
+
+
 def launch_quantize_qkv() -> None:
     sizes = ((12, 128), (40, 128), (24, 128), (3, 64))
     for dtype, (heads, head_dim) in (*product((FP32, BF16), sizes), (FP16, sizes[0])):
@@ -426,6 +459,7 @@ LAUNCHES = {
     "rms_norm_silu": launch_rms_norm_silu,
     "skip": launch_skip,
     "conv_skip": launch_conv_skip,
+    "conv_8bit": launch_conv_8bit,
     "quantize_qkv": launch_quantize_qkv,
     "attention_8bit": launch_attention_8bit,
     "sparse_linear_attention": launch_sparse_linear_attention,

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from scripts.tools.every_launch import launch_one_attention
+from scripts.tools.every_launch import launch_of, launch_one_attention
 from turbo_rcm_patch.kernels.attention import attention_sm90
 from turbo_rcm_patch.kernels.attention.attention import _attention_backward, attention_to_e4m3
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit_sm90
@@ -21,7 +21,8 @@ from turbo_rcm_patch.kernels.block_sparse.block_sparse_attention import (
 )
 from turbo_rcm_patch.kernels.coefficient import Runs
 from turbo_rcm_patch.kernels.conv import conv_sm90
-from turbo_rcm_patch.kernels.conv.conv_skip import conv_skip
+from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT
+from turbo_rcm_patch.kernels.conv.conv_skip import ConvSpec, conv_skip
 from turbo_rcm_patch.kernels.dispatch import KERNEL_DTYPES, SM90
 from turbo_rcm_patch.kernels.linear import gemm_sm90
 from turbo_rcm_patch.kernels.linear.linear import linear_8bit, linear_low_rank
@@ -35,6 +36,7 @@ from turbo_rcm_patch.kernels.rows.layer_norm_modulate import layer_norm_modulate
 from turbo_rcm_patch.kernels.rows.quantize_rows import quantize_rows
 from turbo_rcm_patch.kernels.rows.rms_norm_rope import rms_norm_rope
 from turbo_rcm_patch.kernels.rows.rms_norm_silu import rms_norm_silu
+from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
 from turbo_rcm_patch.kernels.rows.skip import skip
 from turbo_rcm_patch.kernels.sparse_linear import sparse_linear_sm90
 from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import sparse_linear_attention
@@ -146,6 +148,22 @@ def launch_convolutions(device: torch.device) -> None:
         conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
 
 
+def launch_convolutions_of_8_bits(device: torch.device) -> None:
+    values = values_on(device)
+    for dtype, (C, N) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (128, 64))):
+        x, gain = values(1, 4, 13, 21, C, dtype=dtype), values(C, dtype=dtype)
+        divisor, before = values(C, dtype=FP32).abs() + 1, values(2, dtype=FP32).abs()
+        bounds = launch_of(MEASURE_NORM_SILU)(x, gain, divisor, before)
+        q = launch_of(QUANTIZE_NORM_SILU)(x, gain, divisor, bounds)
+        front = launch_of(REQUANTIZE)(q[:, :2].contiguous(), before, bounds)
+        bias, residual = values(N, dtype=dtype), values(1, 4, 13, 21, N, dtype=dtype)
+        for kt, given in ((3, (residual, front)), (1, (None, None))):
+            weight = values(N, kt, 3, 3, C, dtype=INT8), values(N, dtype=FP32), values(N, dtype=torch.int32)
+            sizes = {"shape": (1, 4, 13, 21, C), "weight_shape": weight[0].shape}
+            spec = ConvSpec(device=x.device, dtype=dtype, eight_bits=(INT8,), **sizes)
+            CONV_8BIT.pick(spec).launch(q, bounds, *weight, bias, *given)
+
+
 def launch_linears_of_8_bits(device: torch.device) -> None:
     values = values_on(device)
     batch, tokens, depth, channels = 2, 300, 400, 272
@@ -201,6 +219,7 @@ PARTS = {
     "elementwise": launch_elementwise,
     "attention": launch_attention,
     "convolutions": launch_convolutions,
+    "convolutions-8-bit": launch_convolutions_of_8_bits,
     "linears-8-bit": launch_linears_of_8_bits,
     "attention-8-bit": launch_attention_of_8_bits,
     "sparse-attention": launch_sparse_attention,

@@ -17,7 +17,6 @@ from ..config import PatchConfig, resolve_config
 from ..patching import Patch
 from ..patching.apply import transformers_of
 from ..patching.families.vae import is_vae
-from ..tiers import EXACT, ErrorLimits
 from .coding import coding_oracle, decode_flops, decoded, inputs_of, refuse_tiny_vae
 from .compilations import compilations
 from .environment import Environment, describe_environment
@@ -147,7 +146,7 @@ def compare(
             torch.distributed.barrier()
         return timed_generation(pipe, **call, generator=torch.Generator(device).manual_seed(seed))
 
-    judge = _Judge(pipe, generate, config.tier.limits) if with_oracle else None
+    judge = _Judge(pipe, generate, config) if with_oracle else None
     if ulysses > 1:
         variants = context_parallel(pipe, config, with_compile, ulysses)
     else:
@@ -253,8 +252,8 @@ class _Judge:
     It holds their oracles, and computes the variants' errors.
     """
 
-    def __init__(self, pipe: DiffusionPipeline, generate: Callable[[], object], limits: ErrorLimits):
-        self._pipe, self._limits, self._sample = pipe, limits, None
+    def __init__(self, pipe: DiffusionPipeline, generate: Callable[[], object], config: PatchConfig):
+        self._pipe, self._config, self._sample = pipe, config, None
         with inputs_of(pipe.vae, "decode") if is_vae(pipe.vae) else contextlib.nullcontext([]) as latents:
             self._args, self._kwargs = first_call(pipe.transformer, generate)
         self._oracle = tensors_of(run_oracle(pipe.transformer, self._args, self._kwargs, torch.float32))
@@ -266,12 +265,12 @@ class _Judge:
         """Return the errors of each variant. Raises RuntimeError if the patched variant's error is above the limit."""
         errors = {name: self._errors(switch) for name, switch in switches.items()}
         base, patched = errors[UNPATCHED], errors[PATCHED]
-        allowed = self._limits.allowed(base.step, self._oracle[0].dtype, "step")
+        allowed = self._config.tier.limits.allowed(base.step, self._oracle[0].dtype, "step")
         self._check(
             "the patched transformer", patched.step, base.step, allowed, " `turbo-rcm verify` says which block."
         )
         if self._sample is not None:
-            allowed = EXACT.limits.allowed(base.decode, self._latents.dtype)  # every tier decodes in the VAE's dtype
+            allowed = self._config.decode_limits.allowed(base.decode, self._latents.dtype)
             self._check("the patched VAE", patched.decode, base.decode, allowed)
             self._check_all_frames(switches, base.decode + allowed)
         return errors

@@ -229,7 +229,7 @@ def verify(
         with without_tf32():
             results = {method: coded(vae, method, seen[0]) for method, seen in inputs.items() if seen}
     of_vae = {
-        method: _check_coding(vae, method, inputs[method][0], patched, pipe.num_timesteps)
+        method: _check_coding(vae, method, inputs[method][0], patched, pipe.num_timesteps, config)
         for method, patched in results.items()
     }
     reached = {check.block for check in checks}
@@ -284,8 +284,10 @@ def check_outputs(
     return max(checks, key=lambda check: (not check.ok, check.judged_error - check.allowed))
 
 
-def _check_coding(vae: nn.Module, method: str, x: torch.Tensor, patched: torch.Tensor, step: int) -> BlockCheck:
-    """Check a decoding or an encoding by the exact tier's limits: every tier runs the VAE in its own precision."""
+def _check_coding(
+    vae: nn.Module, method: str, x: torch.Tensor, patched: torch.Tensor, step: int, config: PatchConfig
+) -> BlockCheck:
+    """Check a decoding or an encoding by the exact tier's limits, or those of a decoder in 8 bits."""
     oracle = coding_oracle(vae, method, x, torch.float32 if is_low_precision(x.dtype) else torch.float64)
     with without_tf32():
         unpatched = coded(vae, method, x)
@@ -296,6 +298,7 @@ def _check_coding(vae: nn.Module, method: str, x: torch.Tensor, patched: torch.T
         unpatched_error=relative_l2(unpatched, oracle),
         patched_error=relative_l2(patched, oracle),
         difference=relative_l2(patched, unpatched),
+        limits=config.decode_limits if method == "decode" else EXACT.limits,
     )
 
 

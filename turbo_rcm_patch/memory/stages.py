@@ -7,11 +7,12 @@ diffusers' own code too add `unpatched_stages`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
 
-from ..config import PatchConfig
+from ..config import VAE_8BIT, PatchConfig
 from ..patching.families import family_of
 from ..patching.families.vae import is_vae
 from ..patching.families.vae.chunks import (
@@ -99,8 +100,9 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
             in_blocks, after_blocks = denoising_bytes(name, patched, video)
             yield Stage("denoising", (name,), in_blocks, after_blocks=after_blocks)
     if vae is not None:
-        decoding = [decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
-        yield Stage("decoding", ("vae",), *decoding, within=lambda free: decoding_bytes(vae, *video, free=free))
+        size_of = partial(decoding_bytes, vae, *video, in_8_bits=patched.config.vae == VAE_8BIT)
+        decoding = [size_of(in_tiles=tiles) for tiles in (False, True)]
+        yield Stage("decoding", ("vae",), *decoding, within=lambda free: size_of(free=free))
     if patched.beside is not None:
         yield from patched.beside(patched, video)
 

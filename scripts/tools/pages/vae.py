@@ -8,8 +8,10 @@ from turbo_rcm_patch.amounts import in_gb
 
 from .cells import bold, table_of, versions
 
-UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"  # as scripts/benchmarks/vae.py names them
+# As scripts/benchmarks/vae.py names them.
+UNPATCHED, COMPILED, PATCHED, IN_8_BITS = "unpatched", "torch.compile", "patched", "patched, 8 bits"
 ENCODING = {UNPATCHED: 2.5, COMPILED: 1.5}  # how many times as fast the patched encoder has to be
+OVER_PATCHED, PSNR = 1.5, 42  # how many times as fast as patched 8 bits have to be, and how near to it in dB
 HEADER = (
     "work",
     "variant",
@@ -19,11 +21,12 @@ HEADER = (
     "memory beside the weights, GB",
     "predicted",
     "error",
+    "PSNR to patched, dB",
 )
 
 
 def vae_table(run: dict) -> str:
-    """Return a row for each variant. Bold marks what an encoder misses, and memory over diffusers'."""
+    """Return a row for each variant. Bold marks what an encoder or 8 bits miss, and memory over diffusers'."""
     settings = run["settings"]
     size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
     rows = [cells for work in ("decode", "encode") for cells in _rows_of(run["vae"], work)]
@@ -41,16 +44,19 @@ def _rows_of(rows: list[dict], work: str) -> Iterator[list[str]]:
             work,
             variant,
             f"{row['seconds']:.3f}",
-            *(_speed_up(row, named.get(rival), work) for rival in (UNPATCHED, COMPILED)),
+            *(_speed_up(row, named, rival, work) for rival in (UNPATCHED, COMPILED)),
             "" if memory is None else bold(in_gb(memory), variant == PATCHED and memory > unpatched),
             "" if row["predicted"] is None else in_gb(row["predicted"]),
             "" if row["error"] is None else f"{row['error']:.1e}",
+            "" if (psnr := row.get("psnr")) is None else bold(f"{psnr:.1f}", psnr < PSNR),
         ]
 
 
-def _speed_up(row: dict, rival: dict | None, work: str) -> str:
-    if rival is None:
+def _speed_up(row: dict, named: dict[str, dict], rival: str, work: str) -> str:
+    if rival not in named:
         return ""
-    times = rival["seconds"] / row["seconds"]
-    is_judged = work == "encode" and row["variant"] == PATCHED
-    return bold(f"{times:.2f}×", is_judged and times < ENCODING[rival["variant"]])
+    times = named[rival]["seconds"] / row["seconds"]
+    is_missed = work == "encode" and row["variant"] == PATCHED and times < ENCODING[rival]
+    if row["variant"] == IN_8_BITS:
+        is_missed = named[PATCHED]["seconds"] / row["seconds"] < OVER_PATCHED
+    return bold(f"{times:.2f}×", is_missed)

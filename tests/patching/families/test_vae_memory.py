@@ -355,7 +355,7 @@ def test_the_sample_and_graphs_are_beside_the_activations(monkeypatch):
         forward.vae_state(vae).users.add(transformer)
         monkeypatch.setattr(forward, "graph_of", lambda model: mock.Mock(reserved_bytes=7))
         peak(vae, z)
-    assert asked == [{"free": (1 << 40) - sample_bytes(vae, z) - 7, "shares": None}]
+    assert asked == [{"free": (1 << 40) - sample_bytes(vae, z) - 7, "shares": None, "in_8_bits": False}]
     assert output_shape(vae, z) == (1, 3, 81, 480, 832)
 
 

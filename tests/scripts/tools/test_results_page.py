@@ -331,10 +331,15 @@ def test_the_text_encoder():
 
 def test_a_vae_alone():
     text = vae_table(run := vae_run())
-    assert "| decode | patched | 0.900 | 2.22× | 1.67× | 0.90 |  | 1.0e-02 |" in text
-    assert "| encode | patched | 0.900 | **2.22×** | 1.67× | 0.90 |  | 1.0e-02 |" in text
+    assert "| decode | patched | 0.900 | 2.22× | 1.67× | 0.90 |  | 1.0e-02 |  |" in text
+    assert "| encode | patched | 0.900 | **2.22×** | 1.67× | 0.90 |  | 1.0e-02 |  |" in text
     run["vae"][-1]["bytes"] = int(2.1e9)
     assert "| **2.10** |" in vae_table(run)
+    row = {**run["vae"][2], "variant": "patched, 8 bits", "seconds": 0.5, "psnr": 43.21}
+    run["vae"].append(row)
+    assert "| decode | patched, 8 bits | 0.500 | 4.00× | 3.00× | 0.90 |  | 1.0e-02 | 43.2 |" in vae_table(run)
+    row.update(seconds=0.8, psnr=41.9)
+    assert "| 0.800 | **2.50×** | **1.88×** | 0.90 |  | 1.0e-02 | **41.9** |" in vae_table(run)
 
 
 def test_the_hosts_memory():

@@ -3,7 +3,7 @@
 A tile of the result is a box of pixels of one frame, or of a few frames if one has too few channels to fill the tile's
 columns (`_launch_together`). For each position in W's window the same box of x, shifted, is multiplied. On sm_90 and
 newer, TMA reads the boxes and gives zeros outside the image. On older GPUs, and if a pixel's channels are not a
-multiple of 16 bytes, pointers and masks do the same.
+multiple of 16 bytes, pointers and masks do the same. Operands of 8 bits (conv_8bit.py) are summed in int32.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ NARROW, TOGETHER = 16, 4  # with up to 16 channels, 4 frames of a result share a
 def launch(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
+    factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``residual + (x ∗ W + b)`` to out. All tensors are packed."""
-    if interleave == 1 and not upsample and has_frames_together(weight.shape, out.shape[1]):
+    """Write ``residual + (factor · (x ∗ W) + b)`` to out. All tensors are packed.
+
+    factor: [N] fp32 for x, front and weight in int8, or None. With a factor, images of x and front have one more pixel
+    on each side.
+    """
+    is_plain = interleave == 1 and not upsample and factor is None
+    if is_plain and has_frames_together(weight.shape, out.shape[1]):
         _launch_together(x, front, weight, bias, residual, out)
     else:
-        _launch_boxes(x, front, weight, bias, residual, out, upsample, interleave)
+        _launch_boxes(x, front, weight, bias, residual, out, upsample, interleave, factor=factor)
 
 
 def has_frames_together(weight_shape: tuple[int, ...], frames: int) -> bool:
@@ -79,12 +85,14 @@ def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
 def _launch_boxes(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
+    factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Do what `launch` does; a tile's box is in one frame of x's windows. stride: the frames of x between windows."""
-    B, _, H, W, C = x.shape
+    B, _, *edges, C = x.shape
+    H, W = edges if factor is None else (edge - 2 for edge in edges)
     N, kt, kh, kw, _ = weight.shape
     if kh == 1:
-        H, W = 1, H * W  # no pixel reads another
+        H, W = edges = 1, H * W  # no pixel reads another
     capability, _ = device_properties(x.device)
     present = [tensor for tensor in (x, front, weight) if tensor is not None]
     descriptors = capability >= TMA_CAPABILITY and all(map(_fits_tma, present))
@@ -92,7 +100,7 @@ def _launch_boxes(
     T, phases = out.shape[1] // interleave, 4 if upsample else 1
     repeats = (1, 1, 1) if residual is None else residual_repeats(residual.shape, out.shape)
     boxes = B * T * phases * cdiv(H, tiles.box_height) * cdiv(W, tiles.box_width)
-    images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
+    images = [None if frames is None else frames.view(-1, *edges, C) for frames in (x, front)]
     weights = weight.view(N, kt * kh * kw, C).transpose(0, 1)
     operands = (*images, weights, None)
     if descriptors:
@@ -106,7 +114,7 @@ def _launch_boxes(
         _conv_skip_kernel,
         (boxes * cdiv(N, tiles.columns + tiles.tail),),
         *operands,
-        *(bias, residual, out),
+        *(factor, bias, residual, out),
         *(boxes, T, H, W, N),
         C=C,
         KT=kt,
@@ -125,7 +133,7 @@ def _launch_boxes(
 def _fits_tma(tensor: torch.Tensor) -> bool:
     """True if TMA should read a packed tensor [..., C]. fp32 is excluded: it has no tensor-core product."""
     aligned = tensor.shape[-1] * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
-    return aligned and tensor.element_size() == 2
+    return aligned and tensor.element_size() <= 2
 
 
 def _tile_options(tiles: ConvTiles) -> dict[str, object]:
@@ -142,14 +150,15 @@ def _tile_options(tiles: ConvTiles) -> dict[str, object]:
 
 @triton.jit(do_not_specialize=("boxes", "T", "H", "W"))
 def _conv_skip_kernel(
-    x, front, weight, weight_tail, bias, residual, out, boxes, T, H, W, N,
+    x, front, weight, weight_tail, factor, bias, residual, out, boxes, T, H, W, N,
     C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, STRIDE: tl.constexpr, FRONT: tl.constexpr,
     UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr, REPEATS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile.
 
-    x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C].
+    x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. With a factor both are two pixels
+    higher and wider.
     weight: [KT · KH · KH, N, C], a view of a packed [N, KT · KH · KH, C]. N counts the rows for all interleaved frames.
     weight_tail: the weight's descriptor for the tail columns of a tile, past a power of two.
     boxes: the number of boxes in all frames and phases.
@@ -158,31 +167,34 @@ def _conv_skip_kernel(
     ROWS: tl.constexpr = BOX_H * BOX_W
     TAPS: tl.constexpr = KT * KH * KH
     CHUNKS: tl.constexpr = (C + DEPTH - 1) // DEPTH
-    BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    BORDER: tl.constexpr = 0 if factor is None else 1
+    SUM: tl.constexpr = tl.float32 if factor is None else tl.int32
+    BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8 if factor is None else 1
     column_tiles = tl.cdiv(N, COLUMNS + TAIL)
     tile = tl.program_id(0)
     _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
     sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
     column = column_tile * (COLUMNS + TAIL)
     begin = STRIDE * frame - FRONT  # of the window, counted in the sample's frames of x
-    place = (top, left, phase_y, phase_x, column)
+    place = (top + BORDER, left + BORDER, phase_y, phase_x, column)
+    edges = (H + 2 * BORDER, W + 2 * BORDER)
     weights = (weight, weight_tail if DESCRIPTORS else weight)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), SUM)
     acc_tail = acc  # not used without a tail
     if TAIL:
-        acc_tail = tl.zeros((ROWS, TAIL), tl.float32)
+        acc_tail = tl.zeros((ROWS, TAIL), SUM)
     # Steps over front and over x are separate loops: in one loop, choosing between them would stop loads from running
     # ahead.
     steps_in_front = 0
     if FRONT:
         steps_in_front = tl.maximum(-begin, 0) * (KH * KH * CHUNKS)
         acc, acc_tail = _add_steps(
-            acc, acc_tail, 0, steps_in_front, front, sample * FRONT + STRIDE * frame, weights, place, H, W, N,
+            acc, acc_tail, 0, steps_in_front, front, sample * FRONT + STRIDE * frame, weights, place, *edges, N,
             C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
         )  # fmt: skip
     acc, acc_tail = _add_steps(
         acc, acc_tail, steps_in_front, TAPS * CHUNKS, x, sample * (STRIDE * (T - 1) + KT - FRONT) + begin, weights,
-        place, H, W, N, C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
+        place, *edges, N, C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
     )  # fmt: skip
     SCALE: tl.constexpr = 2 if UPSAMPLE else 1
     pixels_of_frame = SCALE * H * SCALE * W
@@ -195,7 +207,7 @@ def _conv_skip_kernel(
         of_residual, _ = _locate_pixels(top, left, phase_y, phase_x, H, W, SCALE_Y, SCALE_X, BOX_H, BOX_W)
         image = repeated_image(sample, frame, T, REPEATS[0])
         of_residual += image.to(tl.int64) * (SCALE_Y * H * SCALE_X * W)
-    arguments = (bias, residual, out, of_residual, pixels, inside, pixels_of_frame, N // INTERLEAVE)
+    arguments = (factor, bias, residual, out, of_residual, pixels, inside, pixels_of_frame, N // INTERLEAVE)
     unscaled = (None, None)
     epilogue_in_parts(acc, unscaled, 0, 0, column, ROWS, N, _store, arguments, None, ROWS, COLUMNS)
     if TAIL:
@@ -223,10 +235,10 @@ def _add_steps(
         source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
         a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
         w_tile = _load_weight(weights[0], tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
-        acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
+        acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=acc.dtype)
         if TAIL:
             w_tail = _load_weight(weights[1], tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
-            acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee")
+            acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee", out_dtype=acc.dtype)
     return acc, acc_tail
 
 
@@ -247,7 +259,7 @@ def _load_box(
         inside = (y >= 0) & (y < H) & (column >= 0) & (column < W)
         offsets = ((image.to(tl.int64) * H + y) * W + column) * C
         mask = inside[:, None] & (channels < C)[None, :]
-        return tl.load(x + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
+        return tl.load(x + offsets[:, None] + channels[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -264,7 +276,7 @@ def _load_weight(
         channels = c + tl.arange(0, DEPTH)
         offsets = rows.to(tl.int64) * (TAPS * C) + tap * C
         mask = (rows < N)[:, None] & (channels < C)[None, :]
-        return tl.load(weight + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
+        return tl.load(weight + offsets[:, None] + channels[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -287,9 +299,12 @@ def _locate_pixels(
 
 @triton.jit
 def _store(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
-    """Add bias and residual, and store. N: the rows of the weight, `channels` for each interleaved frame."""
-    bias, residual, out, of_residual, pixels, inside, pixels_of_frame, channels = arguments
+    """Apply the factor, add bias and residual, and store. N: the rows of the weight, `channels` for each interleaved
+    frame."""
+    factor, bias, residual, out, of_residual, pixels, inside, pixels_of_frame, channels = arguments
     column_mask = columns < N
+    if factor is not None:
+        acc = acc.to(tl.float32) * tl.load(factor + columns, mask=column_mask, other=0.0)[None, :]
     mask = inside[:, None] & column_mask[None, :]
     places = (columns // channels).to(tl.int64) * pixels_of_frame * channels + columns % channels
     if bias is not None:

@@ -1,6 +1,6 @@
 """The convolution of conv_skip on sm_90: the inputs it takes, and its launch.
 
-    residual + (x ∗ W + b)        all tensors in bf16, or all in fp16
+    residual + (x ∗ W + b)        all tensors in bf16, or all in fp16, or x and W in int8 (conv_8bit.py)
 
 The kernel is in conv_sm90_kernel.py.
 """
@@ -79,11 +79,13 @@ def choose_tile(N: int, upsample: bool, interleave: int) -> tuple[int, int]:
     return choose_columns(N, candidates) if candidates else (0, 0)
 
 
-def choose_depths(C: int) -> tuple[int, int]:
+def choose_depths(C: int, in_8_bits: bool = False) -> tuple[int, int]:
     """Return the channels of x that a step multiplies, in two parts: the compiler's tensors have power-of-two sizes
-    only."""
+    only. A line has at most 128 bytes."""
     if C == 96:
         return 64, 32
+    if in_8_bits and C % 128 == 0:
+        return 128, 0
     return (32, 0) if C % 64 else (64, 0)
 
 
@@ -96,15 +98,20 @@ def count_boxes(frames: int, H: int, W: int, upsample: bool, pixels: int = PIXEL
 def launch(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
+    factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``residual + (x ∗ W + b)`` to out. All tensors are packed, and `why_not` and `fits_tma` accept them."""
+    """Write ``residual + (factor · (x ∗ W) + b)`` to out. All tensors are packed, and `why_not` and `fits_tma` accept
+    them. factor: as of conv_portable.py."""
     N = len(weight)
-    shared = shares_rows(x.device, (x.shape[0], out.shape[1] // interleave, *x.shape[2:]), weight.shape, upsample)
+    shape = (x.shape[0], out.shape[1] // interleave, *x.shape[2:])
+    # Triton has no instruction of 256 columns for int8.
+    shared = factor is None and shares_rows(x.device, shape, weight.shape, upsample)
     parts = [(0, N)] if shared or upsample or interleave > 1 else split_columns(N)
     for first, last in parts:
         rows = weight[first:last], None if bias is None else bias[first:last]
         results = (None if tensor is None else tensor[..., first:last] for tensor in (residual, out))
-        _launch_columns(x, front, *rows, *results, upsample, interleave, shared)
+        of_rows = None if factor is None else factor[first:last]
+        _launch_columns(x, front, *rows, *results, upsample, interleave, shared, of_rows)
 
 
 def shares_rows(
@@ -137,25 +144,27 @@ def split_columns(N: int) -> list[tuple[int, int]]:
 def _launch_columns(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, shared: bool,
+    factor: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Do what `launch` does, for a residual and out that may be some columns of packed ones. shared: from
     `shares_rows`."""
-    B, _, H, W, C = x.shape
+    B, _, *edges, C = x.shape
+    H, W = edges if factor is None else (edge - 2 for edge in edges)
     N, kt, kh, _, _ = weight.shape
     if kh == 1:
-        H, W = 1, H * W  # no pixel reads another
+        H, W = edges = 1, H * W  # no pixel reads another
     T, scale, channels = out.shape[1] // interleave, 2 if upsample else 1, N // interleave
     pixels, (columns, tail) = PIXELS, choose_tile(N, upsample, interleave)
     if shared:
         pixels, (columns, tail) = SHARED_PIXELS, (SHARED_COLUMNS, 0)
     box, of_tile = choose_box(H, W, pixels), 2 if shared else 1
-    depth, rest = choose_depths(C)
+    depth, rest = choose_depths(C, x.element_size() == 1)
     boxes = cdiv(count_boxes(B * T, H, W, upsample, pixels), of_tile)
     tiles = boxes * cdiv(N, columns + tail)
-    images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
+    images = [None if frames is None else frames.view(-1, *edges, C) for frames in (x, front)]
     rows = weight.view(N, kt * kh * kh * C)
     step_bytes = (PIXELS + columns + tail) * (depth + rest) * x.element_size()
-    staging_bytes = PIXELS * (columns + tail) * x.element_size()
+    staging_bytes = PIXELS * (columns + tail) * out.element_size()
     chunk = min(64, tail or columns)
     repeats = (1, 1, 1) if residual is None else tuple(map(cdiv, out.shape[1:4], residual.shape[1:4]))
     if residual is not None:
@@ -168,7 +177,7 @@ def _launch_columns(
         *(_descriptor(rows, columns, size) for size in (depth, rest)),
         *(_descriptor(rows, tail, tail and size) for size in (depth, rest)),
         *(_descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
-        bias,
+        *(factor, bias),
         *(boxes, T, H, W, N),
         C=C,
         KT=kt,
@@ -187,10 +196,10 @@ def _descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | No
     """Return a TMA descriptor, or None without a tensor or columns."""
     if tensor is None or not box[-1]:
         return None
-    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1]))
+    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1], tensor.element_size()))
 
 
 @functools.cache
-def _layout(rank: int, columns: int) -> gl.NVMMASharedLayout:
-    """Return the swizzled shared-memory layout of a box of 16-bit elements whose lines have `columns` elements."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=rank)
+def _layout(rank: int, columns: int, itemsize: int) -> gl.NVMMASharedLayout:
+    """Return the swizzled shared-memory layout of a box whose lines have `columns` elements."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=itemsize * columns, element_bitwidth=8 * itemsize, rank=rank)

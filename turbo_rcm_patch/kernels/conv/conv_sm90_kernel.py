@@ -15,6 +15,8 @@ If x is upsampled, residual and result are viewed as [B · frames, H, 2, W, 2 ·
 the other for those of the columns. So the pixels of one phase are a box of the view. Otherwise the view is
 [B · frames, H, 1, W, N]. If a residual's rows or columns count twice, both phases read the same ones.
 
+Operands of 8 bits are summed in int32, and their images have a pixel around them (conv_8bit.py).
+
 With BOXES = 2 a tile has more columns and two boxes of half as many pixels, one for each consumer. The consumers share
 the rows of the weight and multiply at the same time. A slot is empty when both are done, there are no turns, and each
 consumer has its own part of the staging buffer.
@@ -45,16 +47,18 @@ _repeated_image = gluon.jit(repeated_image.fn)
 
 @jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
 def conv_kernel(
-    x, x_rest, front, front_rest, weight, weight_rest, tail, tail_rest, residual, out, bias, boxes, T, H, W, N,
+    x, x_rest, front, front_rest, weight, weight_rest, tail, tail_rest, residual, out, factor, bias,
+    boxes, T, H, W, N,
     C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
     REPEATS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of the convolution. x to out are TMA descriptors. residual and bias may be None.
+    """Compute tiles of the convolution. x to out are TMA descriptors. residual, factor and bias may be None.
 
     front: the KT − 1 frames before x, or None if x begins with them. T, H, W: x's sizes without these frames.
     weight: [N, KT · KH · KH · C], where N counts the rows of all interleaved frames.
     tail: the weight for the TAIL columns of a tile past a power of two, or None.
     x_rest, front_rest, weight_rest, tail_rest: for the rest of a step's channels past a power of two, or None.
+    factor: [N] fp32 for operands in int8.
     boxes: the number of boxes in all frames and phases, divided by BOXES.
     """
     DTYPE: gl.constexpr = x.dtype
@@ -78,7 +82,7 @@ def conv_kernel(
         if TAIL:
             tail_rest_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, REST], weight_rest.layout)
     STAGING: gl.constexpr = _matrix_layout(CHUNK)
-    staging = gl.allocate_shared_memory(DTYPE, [BOXES * ((COLUMNS + TAIL) // CHUNK), ROWS, CHUNK], STAGING)
+    staging = gl.allocate_shared_memory(out.dtype, [BOXES * ((COLUMNS + TAIL) // CHUNK), ROWS, CHUNK], STAGING)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -100,7 +104,7 @@ def conv_kernel(
     sizes = (boxes, T, H, W, N)
     K: gl.constexpr = KT * KH * KH * C
     STEPS: gl.constexpr = KT * KH * KH * (C // DEPTH)
-    epilogue = (residual, out, bias, sizes, K)
+    epilogue = (residual, out, factor, bias, sizes, K)
     gl.warp_specialize(
         [
             (_consume, (0, operands, turns, hand_over, epilogue, STEPS, REST, TAIL, UPSAMPLE, INTERLEAVE, BOXES)),
@@ -180,6 +184,7 @@ def _load_operands(
     CHUNKS: gl.constexpr = C // DEPTH
     TAPS: gl.constexpr = KT * KH * KH
     FRONT: gl.constexpr = 0 if front is None else KT - 1
+    BYTES: gl.constexpr = x.dtype.primitive_bitwidth // 8
     frames_of_x = T + KT - 1 - FRONT
     step = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, COLUMNS + TAIL), gl.num_programs(0)):
@@ -191,12 +196,12 @@ def _load_operands(
             slot = step % STAGES
             arrived = full.index(slot)
             mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
-            mbarrier.expect(arrived, (BOXES * BOX_H * BOX_W + COLUMNS + TAIL) * (DEPTH + REST) * 2)
-            place = _place_in_window(box, tap, frames_of_x, KH, UPSAMPLE, FRONT)
+            mbarrier.expect(arrived, (BOXES * BOX_H * BOX_W + COLUMNS + TAIL) * (DEPTH + REST) * BYTES)
+            place = _place_in_window(box, tap, frames_of_x, KH, UPSAMPLE, FRONT, 2 - BYTES)
             c = k % CHUNKS * DEPTH
             _load_box(sources, place, c, arrived, tiles[0], slot * BOXES)
             if BOXES > 1:
-                of_other = _place_in_window(other, tap, frames_of_x, KH, UPSAMPLE, FRONT)
+                of_other = _place_in_window(other, tap, frames_of_x, KH, UPSAMPLE, FRONT, 2 - BYTES)
                 _load_box(sources, of_other, c, arrived, tiles[0], slot * BOXES + 1)
             _load_rows(sources, column, tap * C + c, arrived, tiles, slot, TAIL)
             if REST:
@@ -207,14 +212,16 @@ def _load_operands(
 
 
 @gluon.jit
-def _place_in_window(box, tap, frames_of_x, KH: gl.constexpr, UPSAMPLE: gl.constexpr, FRONT: gl.constexpr):
+def _place_in_window(
+    box, tap, frames_of_x, KH: gl.constexpr, UPSAMPLE: gl.constexpr, FRONT: gl.constexpr, BORDER: gl.constexpr
+):
     """Return the box of the input that belongs to a box of the result and a position in the window.
 
     It is four values: True if the box lies in front, its image in front or x, its top and its left.
     """
     sample, frame, top, left, phase_y, phase_x, _ = box
-    y = top + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
-    left_of_tap = left + _find_shift(tap % KH, phase_x, KH, UPSAMPLE)
+    y = top + BORDER + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
+    left_of_tap = left + BORDER + _find_shift(tap % KH, phase_x, KH, UPSAMPLE)
     source_frame = frame + tap // (KH * KH)  # counted over front and x
     in_front = source_frame < FRONT
     image = sample * FRONT + source_frame if in_front else sample * frames_of_x + source_frame - FRONT
@@ -294,13 +301,15 @@ def _consume(
     a_tiles, w_tiles, tail_tiles = tiles
     a_rest, w_rest, tail_rest = rests
     staging, staged, free = hand_over
-    residual, out, bias, sizes, K = epilogue
+    residual, out, factor, bias, sizes, K = epilogue
     # Products that a step starts. They are waited for after the next step has started its own.
     PRODUCTS: gl.constexpr = (2 if TAIL else 1) * (2 if REST else 1)
     ROWS: gl.constexpr = a_tiles.shape[1]
     COLUMNS: gl.constexpr = w_tiles.shape[1]
     STAGES: gl.constexpr = w_tiles.shape[0]
     CHUNK: gl.constexpr = staging.shape[2]
+    BITS: gl.constexpr = a_tiles.dtype.primitive_bitwidth
+    SUM: gl.constexpr = gl.int32 if BITS == 8 else gl.float32
     BOX_H: gl.constexpr = out.block_type.shape[1]
     BOX_W: gl.constexpr = out.block_type.shape[3]
     PART: gl.constexpr = CONSUMER if BOXES > 1 else 0
@@ -314,12 +323,12 @@ def _consume(
             # Without turns a consumer could wait for a phase of full that is two ahead, which would read as complete.
             mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, sum_layout(COLUMNS, 16))
+        zeros = gl.zeros([ROWS, COLUMNS], SUM, sum_layout(COLUMNS, BITS))
         acc = multiply(a_tiles, w_tiles, zeros, step, False, PART)
         if REST:
             acc = multiply(a_rest, w_rest, acc, step, True)
         if TAIL:
-            zeros = gl.zeros([ROWS, TAIL], gl.float32, sum_layout(TAIL, 16))
+            zeros = gl.zeros([ROWS, TAIL], SUM, sum_layout(TAIL, BITS))
             acc_tail = multiply(a_tiles, tail_tiles, zeros, step, False)
             if REST:
                 acc_tail = multiply(a_rest, tail_rest, acc_tail, step, True)
@@ -352,9 +361,9 @@ def _consume(
         mbarrier.arrive(empty.index(step % STAGES))
         step += 1 + (2 - BOXES) * STEPS  # skip the other consumer's steps
         mbarrier.wait(staged.index(CONSUMER), count & 1)
-        _store(acc, place, 0, staging, INDEX, residual, out, bias, sizes)
+        _store(acc, place, 0, staging, INDEX, residual, out, factor, bias, sizes)
         if TAIL:
-            _store(acc_tail, place, COLUMNS, staging, COLUMNS // CHUNK, residual, out, bias, sizes)
+            _store(acc_tail, place, COLUMNS, staging, COLUMNS // CHUNK, residual, out, factor, bias, sizes)
         tma.store_wait(0)  # until the stores have read the staging buffer
         mbarrier.arrive(free.index(PART))
         count += 1  # noqa: SIM113
@@ -362,7 +371,7 @@ def _consume(
 
 
 @gluon.jit
-def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, bias, sizes):
+def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, factor, bias, sizes):
     """Run the epilogue for a tile's columns from OFFSET on, one chunk at a time, and store from the staging buffers
     from INDEX on."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -374,13 +383,15 @@ def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, resid
         left = gl.convert_layout(left, part_of(acc.type.layout, HALF), assert_trivial=True)
         right = gl.convert_layout(right, part_of(acc.type.layout, HALF), assert_trivial=True)
         NEXT: gl.constexpr = INDEX + HALF // CHUNK
-        _store(left, place, OFFSET, staging, INDEX, residual, out, bias, sizes)
-        _store(right, place, OFFSET + HALF, staging, NEXT, residual, out, bias, sizes)
+        _store(left, place, OFFSET, staging, INDEX, residual, out, factor, bias, sizes)
+        _store(right, place, OFFSET + HALF, staging, NEXT, residual, out, factor, bias, sizes)
     else:
         image, top, phase_y, left_of_box, channel, column = place
         _, _, _, _, N = sizes
+        columns = column + OFFSET + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
+        if factor is not None:
+            acc = acc.to(gl.float32) * gl.load(factor + columns, mask=columns < N, other=0.0)[None, :]
         if bias is not None:
-            columns = column + OFFSET + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
             acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
         buffer = staging.index(INDEX)
         if residual is not None:

@@ -46,16 +46,17 @@ def choose_conv_tiles(
     0)."""
     if dtype == torch.float32:  # no tensor cores: every operand passes through registers, which limits the tile
         return ConvTiles(*choose_box(H, W, 64), *choose_columns(N, _NARROW_COLUMNS), 16, num_warps=8, num_stages=2)
+    in_8_bits = dtype.itemsize == 1
     if descriptors and capability[0] in (9, 10):
         # These tensor cores read a box of one row from where TMA put it. Other boxes would pass through registers.
-        (columns, tail), depth = choose_columns(N, _WGMMA_COLUMNS), choose_depth(C, 64)
+        (columns, tail), depth = choose_columns(N, _WGMMA_COLUMNS), choose_depth(C, 64, in_8_bits)
         memory = _ALONE if columns + tail > 128 else _OF_TWO
         stages = min(memory // ((128 + columns + tail) * depth * dtype.itemsize), _MOST_STAGES)
         return ConvTiles(1, 128, columns, tail, depth, num_warps=8, num_stages=stages)
     # If the channels are not a multiple of 16 bytes, they pass through registers on their way to shared memory.
     aligned = C * dtype.itemsize % 16 == 0
     columns, tail = choose_columns(N, _WARP_COLUMNS if aligned else _NARROW_COLUMNS)
-    return ConvTiles(*choose_box(H, W, 128), columns, tail, choose_depth(C, 32), num_warps=8, num_stages=4)
+    return ConvTiles(*choose_box(H, W, 128), columns, tail, choose_depth(C, 32, in_8_bits), num_warps=8, num_stages=4)
 
 
 def choose_columns(N: int, candidates: tuple[tuple[int, int], ...]) -> tuple[int, int]:
@@ -63,9 +64,10 @@ def choose_columns(N: int, candidates: tuple[tuple[int, int], ...]) -> tuple[int
     return min(candidates, key=lambda pair: cdiv(N, sum(pair)) * (sum(pair) + _COST_OF_PIXELS))
 
 
-def choose_depth(C: int, largest: int) -> int:
-    """Return the largest of 16, 32 and 64, up to `largest`, that pads C no further than the smaller ones."""
-    depths = (depth for depth in (64, 32, 16) if depth <= largest)
+def choose_depth(C: int, largest: int, in_8_bits: bool = False) -> int:
+    """Return the largest of 16, 32 and 64, up to `largest`, that pads C no further than the smaller ones. In 8 bits all
+    are twice as many: tensor cores multiply 32 bytes at a time."""
+    depths = (depth << in_8_bits for depth in (64, 32, 16) if depth <= largest)
     return min(depths, key=lambda depth: cdiv(C, depth) * depth)
 
 

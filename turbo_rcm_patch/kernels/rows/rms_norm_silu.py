@@ -74,8 +74,14 @@ def _rms_norm_silu_kernel(
         mask = (rows < S)[:, None] & column_mask[None, :]
         rows = rows.to(tl.int64)[:, None]
         values = tl.load(x + rows * x_stride_s + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        norm = tl.sqrt(tl.sum(values * values, 1))
-        y = values * (1.0 / tl.maximum(norm, 1e-12))[:, None] * gain
+        y = normalize(values, gain)
         if SILU:
             y = y / (1 + tl.exp(-y))
         tl.store(out + rows * C + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def normalize(rows, gain):
+    """Return fp32 rows [.., C], each divided by its norm and multiplied by the gain of each channel."""
+    norm = tl.sqrt(tl.sum(rows * rows, 1))
+    return rows * (1.0 / tl.maximum(norm, 1e-12))[:, None] * gain

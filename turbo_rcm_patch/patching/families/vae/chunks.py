@@ -8,13 +8,21 @@ fewer if memory is short, down to one. The encoder takes FRAMES then.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .classes import CAUSAL, RESAMPLE, RESIDUAL_BLOCK, RESIDUAL_DOWN_BLOCK, RESIDUAL_UP_BLOCK, patch_size_of
+from .classes import (
+    CAUSAL,
+    RESAMPLE,
+    RESIDUAL_BLOCK,
+    RESIDUAL_DOWN_BLOCK,
+    RESIDUAL_UP_BLOCK,
+    patch_size_of,
+    resnets_for_8_bits,
+)
 from .encoder import FRAMES, PIXEL
 from .sizes import latent_size
 
@@ -67,15 +75,16 @@ def frames_at_once(
     working_set: int = WORKING_SET,
     free: int | None = None,
     shares: Sequence[float] | None = None,
+    in_8_bits: bool = False,
 ) -> list[int]:
     """Return the number of frames that each stage takes at a time, for z [B, C, F, H, W].
 
     latents: every stage takes the frames of this many latent frames. None: memory decides. working_set: bytes of
     activations. free: bytes that are free for them, if that is known. shares: of a frame, those that each stage takes
-    (strips.py). None: all of it.
+    (strips.py). None: all of it. in_8_bits: True if convolutions run in 8 bits.
     """
     batch, _, count, height, width = z.shape
-    stages, size = stages_of(vae.decoder, is_image=count == 1), batch * height * width
+    stages, size = stages_of(vae.decoder, is_image=count == 1, in_8_bits=in_8_bits), batch * height * width
     if shares is not None:
         stages = [stage.of_share(share) for stage, share in zip(stages, shares, strict=True)]
     frames = []
@@ -109,14 +118,21 @@ def peak_elements(stages: Sequence[Stage], frames: Sequence[int], count: int) ->
 
 
 def decoding_bytes(
-    vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False, free: int | None = None
+    vae: nn.Module,
+    height: int,
+    width: int,
+    frames: int,
+    *,
+    in_tiles: bool = False,
+    free: int | None = None,
+    in_8_bits: bool = False,
 ) -> int:
     """Return the bytes that decoding a video computes with.
 
     An H200 measured between 5 % less and 4 % more, for videos of a second and longer.
 
     height, width: of the video in pixels. in_tiles: as after ``vae.enable_tiling()``. free: the bytes that are free for
-    it. None: enough.
+    it. None: enough. in_8_bits: True if convolutions run in 8 bits, which was not measured.
     """
     size = latent_size(vae.config, height, width, frames)
     z = torch.empty(1, vae.config.z_dim, *size, dtype=vae.dtype, device="meta")
@@ -129,9 +145,11 @@ def decoding_bytes(
         across = -(-width // vae.tile_sample_stride_width)
         blended = 1 - vae.tile_sample_stride_height / vae.tile_sample_min_height  # of each tile of the row above
         held += round(tile * (2 + blended * across))
-    stages, pixels = stages_of(vae.decoder, is_image=size[0] == 1), z.shape[-2] * z.shape[-1] * z.itemsize
+    held += weights_8bit_bytes(vae.decoder) if in_8_bits else 0
+    stages = stages_of(vae.decoder, is_image=size[0] == 1, in_8_bits=in_8_bits)
+    pixels = z.shape[-2] * z.shape[-1] * z.itemsize
     left = None if free is None else free - held
-    at_once = frames_at_once(vae, z, None, working_set=working_set, free=left)
+    at_once = frames_at_once(vae, z, None, working_set=working_set, free=left, in_8_bits=in_8_bits)
     return held + peak_elements(stages, at_once, size[0]) * pixels
 
 
@@ -260,8 +278,22 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
     return alive, kept + pixels * _kept(encoder.conv_out)
 
 
-def stages_of(decoder: nn.Module, *, is_image: bool = False) -> list[Stage]:
-    """Return the stages of a decoder in their order. is_image: True for one latent frame, which becomes one frame."""
+def weights_8bit_bytes(decoder: nn.Module) -> int:
+    """Return the bytes of the weights in 8 bits, which a decode makes and keeps."""
+    return sum(conv.weight.numel() for conv in _convolutions_8bit(decoder))
+
+
+def _convolutions_8bit(decoder: nn.Module) -> set[nn.Module]:
+    return {conv for resnet in resnets_for_8_bits(decoder) for conv in (resnet.conv1, resnet.conv2)}
+
+
+def stages_of(decoder: nn.Module, *, is_image: bool = False, in_8_bits: bool = False) -> list[Stage]:
+    """Return the stages of a decoder in their order.
+
+    is_image: True for one latent frame, which becomes one frame. in_8_bits: True if convolutions run in 8 bits. The
+    frames that these keep then take half.
+    """
+    halved = _convolutions_8bit(decoder) if in_8_bits else set()
     channels, doublings, pixels = decoder.conv_in.out_channels, 0, 1
     middle = decoder.mid_block
     # Six tensors are alive in the attention block: its input, q, k, v, the attention's output and the projection's.
@@ -269,7 +301,7 @@ def stages_of(decoder: nn.Module, *, is_image: bool = False) -> list[Stage]:
     stages = [Stage(6 * channels, channels, channels, 1, 0, kept)]
     for block in decoder.up_blocks:
         resample = next((module for module in block.modules() if type(module) in RESAMPLE), None)
-        given, kept = pixels * block.resnets[0].in_dim, pixels * _kept(block)
+        given, kept = pixels * block.resnets[0].in_dim, pixels * _kept(block, halved)
         alive = pixels * _alive_in_resnets(block)
         if resample is None:
             stages.append(Stage(alive, given, 0, 1, doublings, kept + pixels * _kept(decoder.conv_out)))
@@ -305,10 +337,10 @@ def _alive_in_resample(block: nn.Module, resample: nn.Module, growth: int) -> in
     return max(alive, given + 3 * grown * made) if getattr(block, "avg_shortcut", None) else alive
 
 
-def _kept(module: nn.Module) -> int:
-    """Return the channels of the frames that the causal convolutions of a module keep."""
+def _kept(module: nn.Module, halved: Container[nn.Module] = ()) -> int:
+    """Return the channels of the frames that the causal convolutions of a module keep, halved for some of them."""
     convolutions = (conv for conv in module.modules() if type(conv) in CAUSAL)
-    return sum((conv.kernel_size[0] - 1) * conv.in_channels for conv in convolutions)
+    return sum((conv.kernel_size[0] - 1) * conv.in_channels // (1 + (conv in halved)) for conv in convolutions)
 
 
 def free_memory(device: torch.device) -> int:

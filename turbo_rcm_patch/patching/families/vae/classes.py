@@ -26,6 +26,11 @@ CAUSAL = (wan.WanCausalConv3d, qwen.QwenImageCausalConv3d)
 NORM = (wan.WanRMS_norm, qwen.QwenImageRMS_norm)
 
 
+def resnets_for_8_bits(decoder: nn.Module) -> list[nn.Module]:
+    """Return the resnets whose convolutions ``vae="8bit"`` is for: those of all up blocks but the first."""
+    return [resnet for block in list(decoder.up_blocks)[1:] for resnet in block.resnets]
+
+
 def patch_size_of(vae: nn.Module) -> int:
     """Return the pixels along height and width that the network takes, or makes, as channels of one."""
     return vae.config.get("patch_size") or 1

@@ -7,12 +7,13 @@ several frames of it, and only the last one counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from .classes import UP_BLOCK
+from .in_8_bits import Convolutions8bit, in_8_bits
 from .layers import Run
 from .steps import VaePlan
 from .strips import Cuts
@@ -29,17 +30,26 @@ def decoded(
     frames: the number of frames that each stage takes at a time (chunks.py). cuts: for a strip of the frames
     (strips.py), which the parts are then. None: all of them.
     """
-    run = _Decoder(plan, is_image=z.shape[2] == 1, cuts=cuts)
+    resnets, _ = in_8_bits(vae.decoder, plan.call)
+    run = _Decoder(plan, is_image=z.shape[2] == 1, cuts=cuts, in_8_bits=resnets)
     for latents in z.permute(0, 2, 3, 4, 1).split(frames[0], dim=1):
         for part in run.decoder(vae.decoder, run.convolve(vae.post_quant_conv, latents), frames[1:]):
             yield part.permute(0, 4, 1, 2, 3)
 
 
 class _Decoder(Run):
-    """One decode."""
+    """One decode. in_8_bits: the resnets whose convolutions run in 8 bits."""
 
-    def __init__(self, plan: VaePlan, *, is_image: bool = False, cuts: Cuts | None = None):
+    def __init__(
+        self,
+        plan: VaePlan,
+        *,
+        is_image: bool = False,
+        cuts: Cuts | None = None,
+        in_8_bits: Container[nn.Module] = (),
+    ):
         super().__init__(plan, is_image=is_image)
+        self._in_8_bits, self._convolutions_8bit = in_8_bits, Convolutions8bit(plan, is_image=is_image)
         self._cuts = {} if cuts is None else cuts.after
         self._begun: set[nn.Module] = set()  # modules that had latent frame 0, which gives fewer frames
 
@@ -75,6 +85,14 @@ class _Decoder(Run):
             return y
         residual = () if block.avg_shortcut is None else (self.shortcut(block.avg_shortcut, self.cut(block, x)),)
         return self.upsample(block.upsampler, y, *residual)
+
+    def residual_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if block not in self._in_8_bits:
+            return super().residual_block(block, x)
+        convolutions = self._convolutions_8bit
+        y = convolutions.convolve(block.conv1, convolutions.quantized(block.norm1, block.conv1, x))
+        y = convolutions.quantized(block.norm2, block.conv2, y)
+        return convolutions.convolve(block.conv2, y, self.shortcut_of(block, x))
 
     def cut(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return what is kept of x, a module's result or an up block's input (strips.py)."""

@@ -26,9 +26,10 @@ from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
 from ...steps.plan import SHARED, STATE, Call, active_backend, derivative_of
 from ..family import graph_of
-from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape
+from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape, weights_8bit_bytes
 from .classes import clamps_tiles, patch_size_of
 from .decoder import decoded
+from .in_8_bits import in_8_bits
 from .plain import why_not_plain
 from .steps import VaePlan, takes_front
 from .strips import Cuts, Strip, agreed, cuts_of, gathered, strips_of
@@ -229,13 +230,13 @@ def _at_once(
 
     shares: as of `frames_at_once`.
     """
-    chunk, left = (
-        vae_state(vae).config.vae_chunk,
-        free_beside(vae, z.device, math.prod(output_shape(vae, z)) * z.itemsize),
-    )
+    resnets, _ = in_8_bits(vae.decoder, call_for(vae, z.device, z.dtype))
+    held = math.prod(output_shape(vae, z)) * z.itemsize + (weights_8bit_bytes(vae.decoder) if resnets else 0)
+    chunk, left = vae_state(vae).config.vae_chunk, free_beside(vae, z.device, held)
+    options = {"free": left, "in_8_bits": bool(resnets)}
     if tile is None:
-        return frames_at_once(vae, z, chunk, free=left, shares=shares)
-    return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, free=left)
+        return frames_at_once(vae, z, chunk, shares=shares, **options)
+    return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, **options)
 
 
 def free_beside(vae: nn.Module, device: torch.device, result: int) -> int | None:
@@ -267,7 +268,8 @@ def compiled_ahead(
     network: the VAE's encoder or decoder. x: its input, [B, C, F, H, W].
     """
     compiled = _COMPILED.setdefault(vae, set())
-    kind = network is vae.encoder, plan.call.config.implementation, x.device, x.dtype
+    config = plan.call.config
+    kind = network is vae.encoder, config.implementation, config.vae, x.device, x.dtype
     if kind not in compiled and _launches_kernels(network, x, plan) and why_not_recorded((x,)) is None:
         # Compiled one after the other the kernels take half a minute. An extra run of a plain network has no effect.
         kernels.compile_ahead(lambda: deque(run(), maxlen=0))

@@ -36,9 +36,11 @@ class Run:
         y = self.convolve(block.conv1, y, front=front)
         y = self.norm_silu(block.norm2, y)
         y, front = self.with_front(block.conv2, y)
-        # Not earlier, where more is alive.
-        shortcut = x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
-        return self.convolve(block.conv2, y, shortcut, front)
+        # The shortcut not earlier, where more is alive.
+        return self.convolve(block.conv2, y, self.shortcut_of(block, x), front)
+
+    def shortcut_of(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
 
     def attention_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         B, T, H, W, C = x.shape

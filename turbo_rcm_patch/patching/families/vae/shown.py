@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from diffusers.utils.torch_utils import get_module_execution_device
 from torch import nn
@@ -14,11 +14,16 @@ from .classes import ATTENTION, NORM, RESAMPLE
 from .encode import encode
 from .encoder import PIXEL
 from .forward import call_for, decode, parallel_group, vae_state
+from .in_8_bits import in_8_bits
 from .plain import why_not_plain
-from .steps import attention, convolution, downsampling, kernel_size, rms_norm
+from .steps import attention, convolution, convolution_8bit, downsampling, kernel_size, rms_norm
 
 NETWORKS = ("encoder", "decoder")
 HEIGHT, WIDTH = 60, 104  # latents of a video at 832×480
+KEPT = (
+    "8 bits: the resnets' convolutions. For accuracy the middle block, the first up block, and all other convolutions "
+    "stay in the VAE's dtype, and so does the encoder"
+)
 
 
 def network_steps(vae: nn.Module, network: str) -> Iterator[tuple[str, list[Step]]]:
@@ -40,15 +45,21 @@ def network_steps(vae: nn.Module, network: str) -> Iterator[tuple[str, list[Step
     call = call_for(vae, get_module_execution_device(vae), vae.dtype)
     convolutions = list(_convolutions(vae, network))
     modules = [module for part in _parts(vae, network) for module in part.modules()]
-    yield from _convolution_steps(convolutions, call)
+    resnets, _ = in_8_bits(vae.decoder, call) if network == "decoder" else (frozenset(), None)
+    yield from _convolution_steps(convolutions, {conv for resnet in resnets for conv in resnet.children()}, call)
     yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) in NORM]
     yield "attention", [attention(module.dim, call) for module in modules if type(module) in ATTENTION]
 
 
-def _convolution_steps(convolutions: list[tuple[nn.Module, float]], call: Call) -> Iterator[tuple[str, list[Step]]]:
-    steps: dict[str, list[Step]] = {"convolution": [], "projection": [], "downsampling": []}
+def _convolution_steps(
+    convolutions: list[tuple[nn.Module, float]], in_8_bits: Container[nn.Module], call: Call
+) -> Iterator[tuple[str, list[Step]]]:
+    names = ("convolution in 8 bits", "convolution", "projection", "downsampling")
+    steps: dict[str, list[Step]] = {name: [] for name in names}
     for conv, scale in convolutions:
-        if max(conv.stride) > 1:
+        if conv in in_8_bits and kernel_size(conv) != (1, 1, 1):
+            steps["convolution in 8 bits"].append(convolution_8bit(conv, _shape(conv, scale), call))
+        elif max(conv.stride) > 1:
             steps["downsampling"].append(downsampling(conv, call))
         else:
             name = "projection" if kernel_size(conv) == (1, 1, 1) else "convolution"
@@ -90,7 +101,17 @@ def vae_notes(vae: nn.Module) -> list[str]:
     size = f"as many frames as {working_set >> 20} MiB hold" if chunk is None else f"{chunk} latent frames"
     eager = {"encoder": state.eager_encodes, "decoder": state.eager}
     ran = [f"diffusers' own {name} ran: {_counted(reasons)}" for name, reasons in eager.items() if reasons]
-    return [f"{size} at a time", *_notes_on_strips(vae), *ran]
+    return [f"{size} at a time", *_notes_on_8_bits(vae), *_notes_on_strips(vae), *ran]
+
+
+def _notes_on_8_bits(vae: nn.Module) -> list[str]:
+    """Return what ``vae="8bit"`` leaves in the VAE's dtype and why, if it was asked for."""
+    call = call_for(vae, get_module_execution_device(vae), vae.dtype)
+    resnets, reason = in_8_bits(vae.decoder, call)
+    if reason is not None:
+        others = "other convolutions" if resnets else "convolutions"
+        return [f'vae="8bit": {others} stay in the VAE\'s dtype: {reason}']
+    return [KEPT] if resnets else []
 
 
 def _notes_on_strips(vae: nn.Module) -> list[str]:

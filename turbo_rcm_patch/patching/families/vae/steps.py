@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .... import kernels
+from ....kernels.conv.conv_8bit import CONV_8BIT
 from ....kernels.conv.conv_pytorch import convolve
 from ....kernels.conv.conv_skip import CONVOLUTION
 from ....kernels.rows.rms_norm_silu import RMS_NORM_SILU
@@ -38,6 +39,10 @@ class VaePlan:
         """
         return self._once(image_convolution if of_image else convolution, conv, shape)
 
+    def convolution_8bit(self, conv: nn.Conv3d, shape: tuple[int, ...], of_image: bool) -> Step:
+        """Return the step of a convolution in 8 bits, for x of this shape without the pixels around images."""
+        return self._once(image_convolution_8bit if of_image else convolution_8bit, conv, shape)
+
     def downsampling(self, conv: nn.Conv2d | nn.Conv3d) -> Step:
         """Return the step of a convolution that halves height and width, or frames."""
         return self._once(downsampling, conv)
@@ -55,6 +60,11 @@ class VaePlan:
         if key not in self._steps:
             self._steps[key] = choose(*given, self.call)
         return self._steps[key]
+
+
+def image_convolution_8bit(conv: nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
+    """Return a convolution in 8 bits for an image: with the last frame of the window."""
+    return convolution_8bit(conv, shape, call, of_image=True)
 
 
 def image_convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
@@ -88,6 +98,26 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call,
         in_model=True,
     )
     return Step(partial(_convolve, pick.launch, conv, kt, upsample, interleave), pick.label, pick.reason, pick=pick)
+
+
+def convolution_8bit(conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, of_image: bool = False) -> Step:
+    """Return the step of a convolution in 8 bits, for x [B, T, H, W, C] of this shape.
+
+    Step: as `CONV_8BIT`'s launchers. of_image: True if only the last frame of the window counts.
+    """
+    pick = call.pick(CONV_8BIT, kernels.ConvSpec, **sizes_8bit(conv, shape, of_image=of_image))
+    return Step(pick.launch, pick.label, pick.reason, pick=pick)
+
+
+def sizes_8bit(conv: nn.Conv3d, shape: tuple[int, ...], *, of_image: bool = False) -> dict[str, tuple]:
+    """Return the fields of the spec of a convolution in 8 bits."""
+    kt, kh, kw = kernel_size(conv)
+    window = 1 if of_image else kt, kh, kw
+    return {
+        "eight_bits": (torch.int8,),
+        "shape": tuple(shape),
+        "weight_shape": (conv.out_channels, *window, conv.in_channels),
+    }
 
 
 def takes_front(step: Step) -> bool:

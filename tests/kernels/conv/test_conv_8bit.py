@@ -1,0 +1,134 @@
+"""conv_skip in 8 bits: what each kernel computes against the reference, and how far that is from exact."""
+
+import pytest
+import torch
+
+from tests.kernels.turns import dtypes_in_turns
+from tests.oracle import DTYPES, relative_error, torch_device
+from turbo_rcm_patch.kernels import range_8bit, reference
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
+from turbo_rcm_patch.kernels.conv.conv_8bit import (
+    CONV_8BIT,
+    channel_divisor,
+    convolve_reference,
+    quantize_conv_weight,
+)
+from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
+
+# B, T, H, W, C, N, kt. Boxes of one row and of several, a tail of columns, a rest of channels.
+SIZES = {
+    "one pixel": (1, 1, 1, 1, 16, 16, 3),
+    "two samples": (2, 2, 5, 7, 32, 24, 3),
+    "96 channels": (1, 1, 3, 9, 96, 96, 3),
+    "an image": (1, 1, 4, 131, 48, 40, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def launch(op, name="Triton"):
+    return op.named(name).launch
+
+
+def activations(B, T, H, W, C, device="cpu", dtype=torch.float32):
+    x = 3 * torch.randn(B, T, H, W, C) + torch.randn(C)
+    return x.to(device, dtype), (1 + 0.5 * torch.randn(C)).to(device, dtype)
+
+
+def quantized(x, gain, before=None):
+    """x behind the norm in 8 bits, by the references, its range and the divisor."""
+    divisor = channel_divisor(gain)
+    before = torch.zeros(2, device=x.device) if before is None else before
+    bounds = range_8bit.measure_norm_silu(x, gain, divisor, before)
+    return range_8bit.quantize_norm_silu(x, gain, divisor, bounds), bounds, divisor
+
+
+def operands(B, T, H, W, C, N, kt, device="cpu", dtype=torch.float32):
+    """The arguments of the op, with the frames before x as front, and those of the exact convolution in fp64."""
+    x, gain = activations(B, T + kt - 1, H, W, C, device, dtype)
+    q, bounds, divisor = quantized(x, gain)
+    weight = (torch.randn(N, C, kt, 3, 3) * (9 * kt * C) ** -0.5).to(x).permute(0, 2, 3, 4, 1)
+    bias, residual = torch.randn(N).to(x), torch.randn(B, T, H, W, N).to(x)
+    front = q[:, : kt - 1].contiguous() if kt > 1 else None
+    given = q[:, kt - 1 :].contiguous(), bounds, *quantize_conv_weight(weight, divisor), bias, residual, front
+    y = reference.rms_norm_silu(x.double(), gain.double())
+    return given, reference.conv_skip(y, weight.double(), bias.double(), residual.double())
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sums_are_exact(name, device):
+    """The kernel differs from the reference by the rounding of its result only."""
+    for dtype in dtypes_in_turns(device, (name, SIZES)):
+        given, exact = operands(*SIZES[name], torch_device(device), dtype)
+        wide = convolve_reference(*given[:5], given[5].double(), given[6].double(), given[7])
+        actual = launch(CONV_8BIT, PORTABLE)(*given)
+        assert (actual.shape, actual.dtype) == (exact.shape, dtype)
+        assert relative_error(actual, wide) <= max(torch.finfo(dtype).eps, 1e-6)
+        assert relative_error(actual, exact) < 0.01
+
+
+def test_without_a_residual_the_frames_before_in_x(device):
+    (x, *others, _, front), _ = operands(*SIZES["two samples"], torch_device(device), DTYPES[device][0])
+    given = torch.cat((front, x), 1), *others, None, None
+    assert relative_error(launch(CONV_8BIT, PORTABLE)(*given), convolve_reference(*given)) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 16), (2, 3, 5, 4, 48), (1, 2, 3, 7, 192)])
+def test_range_and_values(shape, device):
+    """Rounding may go the other way where a value lies in the middle."""
+    for dtype in DTYPES[device]:
+        x, gain = activations(*shape, torch_device(device), dtype)
+        before = torch.tensor([1e-3, 40.0], device=x.device)
+        q, bounds, divisor = quantized(x, gain, before)
+        measured = launch(MEASURE_NORM_SILU)(x, gain, divisor, before)
+        torch.testing.assert_close(measured, bounds, rtol=1e-5, atol=0)
+        assert measured[1] == 40  # the range only grows
+        q, bounds, _ = quantized(x, gain)
+        actual = launch(QUANTIZE_NORM_SILU)(x, gain, divisor, bounds)
+        assert (actual.shape, actual.is_contiguous()) == (q.shape, True)
+        difference = (actual.int() - q.int()).abs()
+        assert difference.max() <= 1
+        assert difference.float().mean() < 0.01
+        exact = reference.rms_norm_silu(x.double(), gain.double())
+        stands_for = range_8bit.dequantize(actual, bounds) * divisor
+        step, _ = range_8bit.step_and_zero_reference(bounds)
+        assert ((stands_for[:, :, 1:-1, 1:-1] - exact).abs() <= 0.6 * step * divisor).all()
+        edges = stands_for.clone()
+        edges[:, :, 1:-1, 1:-1] = 0
+        assert not edges.any()
+
+
+def test_frames_that_are_not_packed(device):
+    x, gain = activations(1, 3, 4, 5, 32, torch_device(device), DTYPES[device][0])
+    x = x[:, :, :, ::2]
+    q, bounds, divisor = quantized(x, gain)
+    assert (launch(QUANTIZE_NORM_SILU)(x, gain, divisor, bounds).int() - q.int()).abs().max() <= 1
+
+
+def test_another_range(device):
+    """Values move to a larger range. In the same range they stay, and the empty one's stand for zero."""
+    x, gain = activations(1, 2, 3, 4, 32, torch_device(device), DTYPES[device][0])
+    q, bounds, _ = quantized(x, gain)
+    for larger in (bounds, bounds * 1.5, bounds + torch.tensor([0.0, 2.0]).to(bounds)):
+        actual = launch(REQUANTIZE)(q, bounds, larger)
+        assert (actual.int() - range_8bit.requantize(q, bounds, larger).int()).abs().max() <= 1
+        step, _ = range_8bit.step_and_zero_reference(larger)
+        moved = range_8bit.dequantize(actual, larger) - range_8bit.dequantize(q, bounds)
+        assert moved.abs().max() <= 0.51 * step
+    assert torch.equal(launch(REQUANTIZE)(q, bounds, bounds), q)
+    empty = torch.full_like(q, range_8bit.EMPTY)
+    assert not range_8bit.dequantize(launch(REQUANTIZE)(empty, torch.zeros_like(bounds), bounds), bounds).any()
+
+
+def test_nan_reaches_the_result(device):
+    x, gain = activations(1, 1, 2, 3, 16, torch_device(device), DTYPES[device][0])
+    x[0, 0, 1, 1, 5] = torch.nan
+    given, _ = operands(1, 1, 2, 3, 16, 16, 1, torch_device(device), DTYPES[device][0])
+    bounds = launch(MEASURE_NORM_SILU)(x, gain, channel_divisor(gain), torch.zeros(2, device=x.device))
+    assert bounds.isnan().any()
+    assert launch(CONV_8BIT, PORTABLE)(given[0], bounds, *given[2:]).isnan().all()

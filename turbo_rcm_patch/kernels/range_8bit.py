@@ -1,0 +1,70 @@
+"""Activations in int8 with one range for a whole tensor, and their definition in plain torch.
+
+    v ≈ (q − zero) · step        step = (largest + below) / 255, zero = ⌊below / step + ½⌋ − 128
+
+A range is [2] in fp32: the largest value, and the negated smallest. Both are at least 0, so that 0 itself is exact: it
+is stored as `zero`. SiLU's values begin at −0.28, so a symmetric range would waste nearly half of the 256 values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from . import reference
+from .quantized import TINY as _TINY
+
+TINY = tl.constexpr(_TINY)
+EMPTY = -128  # how zero is stored before anything was measured
+
+
+@triton.jit
+def step_and_zero(largest, below):
+    step = tl.maximum((largest + below) / 255, TINY, propagate_nan=tl.PropagateNan.ALL)
+    return step, tl.floor(below / step + 0.5) - 128
+
+
+def step_and_zero_reference(bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the step and the zero of a range [2], both 0-d fp32."""
+    largest, below = bounds
+    step = ((largest + below) / bounds.new_full((), 255)).clamp_min(_TINY)
+    return step, (below / step + 0.5).floor() - 128
+
+
+def dequantize(values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values that int8 values stand for."""
+    step, zero = step_and_zero_reference(bounds)
+    return (values.float() - zero) * step
+
+
+def measure_norm_silu(
+    x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """Return the range that holds ``silu(RMSNorm(x)) / divisor`` and a range before."""
+    v = _normed(x, weight, divisor)
+    return torch.stack((torch.maximum(before[0], v.amax()), torch.maximum(before[1], -v.amin())))
+
+
+def quantize_norm_silu(
+    x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, bounds: torch.Tensor
+) -> torch.Tensor:
+    """Return ``silu(RMSNorm(x)) / divisor`` in int8, with a pixel of zero around each image."""
+    v = F.pad(_normed(x, weight, divisor), (0, 0, 1, 1, 1, 1))
+    step, zero = step_and_zero_reference(bounds)
+    return _rounded(v / step + zero)
+
+
+def requantize(values: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return int8 values of a range in another range that holds it."""
+    (old_step, old_zero), (new_step, new_zero) = map(step_and_zero_reference, (old, new))
+    return _rounded((values.float() - old_zero) * (old_step / new_step) + new_zero)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    return reference.rms_norm_silu(x.float(), weight.float()) / divisor
+
+
+def _rounded(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.round().clamp(-128, 127).to(torch.int8)

@@ -1,0 +1,166 @@
+"""RMSNorm and SiLU in 8 bits, as input of a convolution (conv_8bit.py): measure the range, then write int8.
+
+    v = silu(√C · weight · x / ‖x‖) / divisor        [B, T, H, W, C]
+    q = round(v / step + zero), int8                 step and zero as in range_8bit.py
+
+One range holds for all frames and channels, and grows from chunk to chunk of a video. The divisor, one for each
+channel, makes channels alike, and the convolution's weight is multiplied by it. Images are stored with one more pixel
+on each side, which stands for zero: [B, T, H + 2, W + 2, C]. So the convolution needs no correction at the edges.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import range_8bit
+from ..choice.registry import triton_or_reference
+from ..dispatch import kernel_op
+from ..launch import launch_kernel
+from ..sizes import cdiv, next_power_of_2
+from .quantize_rows import ROUNDING
+from .rms_norm_silu import normalize
+from .row_tiles import row_grid, row_tile
+
+ELEMENTS = 4096  # that a program rounds anew
+
+
+@kernel_op("measure_norm_silu")
+def _measure(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    bounds = before.clone()
+    rows, tile, grid, operands = _operands(x, weight, divisor)
+    S, C = rows.shape[1:]
+    arguments = (*operands, bounds.view(torch.int32), S, C, rows.stride(0), rows.stride(1), C**0.5)
+    launch_kernel(_measure_kernel, grid(S), *arguments, **tile)
+    return bounds
+
+
+@_measure.register_fake
+def _(x, weight, divisor, before):
+    return torch.empty_like(before)
+
+
+@kernel_op("quantize_norm_silu")
+def _quantize(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    B, T, H, W, C = x.shape
+    out = x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8)
+    rows, tile, grid, operands = _operands(x, weight, divisor)
+    S = T * (H + 2) * (W + 2)
+    arguments = (*operands, bounds, out, S, C, H, W, rows.stride(0), rows.stride(1), C**0.5)
+    launch_kernel(_quantize_kernel, grid(S), *arguments, **tile)
+    return out
+
+
+@_quantize.register_fake
+def _(x, weight, divisor, bounds):
+    B, T, H, W, C = x.shape
+    return x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8)
+
+
+@kernel_op("requantize")
+def _requantize(values: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(values)
+    grid = (cdiv(values.numel(), ELEMENTS),)
+    launch_kernel(_requantize_kernel, grid, values, old, new, out, values.numel(), BLOCK=ELEMENTS, num_warps=4)
+    return out
+
+
+@_requantize.register_fake
+def _(values, old, new):
+    return torch.empty_like(values)
+
+
+def _operands(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor):
+    """Return x as rows [B, S, C], constants of the launch, its grid by the number of rows, and the operands."""
+    rows = x.flatten(1, -2)  # a copy if the rows are not evenly spaced
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    block = next_power_of_2(x.shape[-1])
+    tile = row_tile(block, block * x.element_size())
+    return (
+        rows,
+        {"BLOCK": block, **tile},
+        lambda count: row_grid(x.device, tile["ROWS"], count, len(x)),
+        (rows, weight.contiguous(), divisor),
+    )
+
+
+# (x [B, T, H, W, C], weight [C], divisor [C] fp32, before [2] fp32) -> the range [2] that holds v and the one before.
+MEASURE_NORM_SILU = triton_or_reference("measure_norm_silu", _measure, range_8bit.measure_norm_silu)
+# (x, weight, divisor, range) -> q [B, T, H + 2, W + 2, C] int8, contiguous.
+QUANTIZE_NORM_SILU = triton_or_reference("quantize_norm_silu", _quantize, range_8bit.quantize_norm_silu)
+# (values int8, contiguous, their range, another range that holds theirs) -> the values in the other range.
+REQUANTIZE = triton_or_reference("requantize", _requantize, range_8bit.requantize)
+
+
+@triton.jit(do_not_specialize=("S",))
+def _measure_kernel(
+    x, weight, divisor, bounds, S, C, x_stride_b, x_stride_s, scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """bounds: [2], the fp32 bits of the largest v and of the smallest, negated. Both start at 0 or above, so that their
+    bits have the order of integers. NaN is above all."""
+    x += tl.program_id(1).to(tl.int64) * x_stride_b
+    columns = tl.arange(0, BLOCK)
+    column_mask = columns < C
+    gain = scale * tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    inverse = 1 / tl.load(divisor + columns, mask=column_mask, other=1.0)[None, :]
+    above = tl.zeros((BLOCK,), tl.int32)
+    below = tl.zeros((BLOCK,), tl.int32)
+    for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        mask = (rows < S)[:, None] & column_mask[None, :]
+        places = rows.to(tl.int64)[:, None] * x_stride_s + columns[None, :]
+        y = normalize(tl.load(x + places, mask=mask, other=0.0).to(tl.float32), gain)
+        v = y / (1 + tl.exp(-y)) * inverse
+        magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        above = tl.maximum(above, tl.max(tl.where(v < 0, 0, magnitude), 0))
+        below = tl.maximum(below, tl.max(tl.where(v < 0, magnitude, 0), 0))
+    tl.atomic_max(bounds, tl.max(above, 0))
+    tl.atomic_max(bounds + 1, tl.max(below, 0))
+
+
+@triton.jit(do_not_specialize=("S", "H", "W"))
+def _quantize_kernel(
+    x, weight, divisor, bounds, out, S, C, H, W, x_stride_b, x_stride_s, scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """S: the rows of a sample of out, T · (H + 2) · (W + 2)."""
+    sample = tl.program_id(1).to(tl.int64)
+    x += sample * x_stride_b
+    out += sample * S * C
+    columns = tl.arange(0, BLOCK)
+    column_mask = columns < C
+    gain = scale * tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    step, zero = range_8bit.step_and_zero(tl.load(bounds), tl.load(bounds + 1))
+    factor = 1 / step / tl.load(divisor + columns, mask=column_mask, other=1.0)[None, :]
+    for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        top = rows // (W + 2) % (H + 2) - 1
+        left = rows % (W + 2) - 1
+        inside = (top >= 0) & (top < H) & (left >= 0) & (left < W) & (rows < S)
+        source = (rows // ((W + 2) * (H + 2)) * H + top).to(tl.int64) * W + left
+        mask = inside[:, None] & column_mask[None, :]
+        places = source[:, None] * x_stride_s + columns[None, :]
+        y = normalize(tl.load(x + places, mask=mask, other=0.0).to(tl.float32), gain)
+        q = _round(y / (1 + tl.exp(-y)) * factor + zero)
+        mask = (rows < S)[:, None] & column_mask[None, :]
+        tl.store(out + rows.to(tl.int64)[:, None] * C + columns[None, :], q, mask=mask)
+
+
+@triton.jit
+def _requantize_kernel(values, old, new, out, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < count
+    old_step, old_zero = range_8bit.step_and_zero(tl.load(old), tl.load(old + 1))
+    new_step, new_zero = range_8bit.step_and_zero(tl.load(new), tl.load(new + 1))
+    v = tl.load(values + places, mask=mask, other=0).to(tl.float32) - old_zero
+    tl.store(out + places, _round(v * (old_step / new_step) + new_zero), mask=mask)
+
+
+@triton.jit
+def _round(scaled):
+    """Return the nearest int8."""
+    bounded = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
+    return (bounded + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)

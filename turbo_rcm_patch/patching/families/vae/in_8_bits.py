@@ -1,0 +1,102 @@
+"""The decoder with ``vae="8bit"``: which convolutions run in 8 bits, and how.
+
+They are those of the resnets in all up blocks but the first. Each reads RMSNorm and SiLU, which write 8 bits at once,
+and together they have 87 % (Wan 2.1) or 82 % (TI2V-5B) of the decoder's products. Kept are the middle block and the
+first up block, whose errors pass through all that follows, and convolutions that read or write pixels or latents as
+they are: the first, the last, those that upsample or double the frames, and shortcuts (docs/designs.md).
+
+A convolution's input has one range for all of its frames and channels. The range grows with each chunk that exceeds
+it. The frames before a chunk, which are kept in 8 bits, are rounded anew then.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .... import kernels
+from ....config import VAE_8BIT
+from ....kernels.conv.conv_8bit import CONV_8BIT, Weight8bit, channel_divisor, quantize_conv_weight
+from ....kernels.range_8bit import EMPTY
+from ....kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
+from ...steps.plan import Call
+from .classes import resnets_for_8_bits
+from .layers import keep_last_frames
+from .steps import VaePlan, kernel_size, sizes_8bit
+
+SIZE = (1, 4, 64, 64)  # B, T, H, W of an input: whether a kernel takes it does not depend on them
+
+
+class _Input(NamedTuple):
+    """What a decode keeps of a convolution's input. front: None for an image."""
+
+    divisor: torch.Tensor
+    bounds: torch.Tensor
+    weight: Weight8bit
+    front: torch.Tensor | None
+
+
+def in_8_bits(decoder: nn.Module, call: Call) -> tuple[frozenset[nn.Module], str | None]:
+    """Return the resnets whose convolutions run in 8 bits, and the reason why not all of `resnets_for_8_bits` do.
+
+    The reason is None if all do, or if the configuration does not ask for it.
+    """
+    if call.config.vae != VAE_8BIT:
+        return frozenset(), None
+    reasons = {resnet: _why_not(resnet, call) for resnet in resnets_for_8_bits(decoder)}
+    chosen = frozenset(resnet for resnet, reason in reasons.items() if reason is None)
+    return chosen, next(filter(None, reasons.values()), None)
+
+
+def _why_not(resnet: nn.Module, call: Call) -> str | None:
+    for conv in (resnet.conv1, resnet.conv2):
+        spec = call.spec(kernels.ConvSpec, **sizes_8bit(conv, (*SIZE, conv.in_channels)))
+        reason = "no bias" if conv.bias is None else CONV_8BIT.why_not_fused(spec)
+        if reason is not None:
+            return reason
+    return None
+
+
+class Convolutions8bit:
+    """The convolutions in 8 bits of one decode. A convolution is called with the frames in their order.
+
+    Weights are quantised once per decode and dropped with it: kept for longer they would take memory while nothing is
+    decoded (29 MB for Wan 2.1, 232 MB for TI2V-5B, calculated).
+    """
+
+    def __init__(self, plan: VaePlan, *, is_image: bool):
+        self._plan, self._is_image = plan, is_image
+        self._inputs: dict[nn.Module, _Input] = {}
+
+    def quantized(self, norm: nn.Module, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return RMSNorm and SiLU of x [B, T, H, W, C] in 8 bits: a convolution's input, with a pixel around images."""
+        gain, call = norm.gamma.flatten(), self._plan.call
+        known = self._inputs.get(conv) or self._begin(conv, gain, x)
+        bounds = call.pick(MEASURE_NORM_SILU).launch(x, gain, known.divisor, known.bounds)
+        front = known.front
+        if front is not None:
+            front = call.pick(REQUANTIZE).launch(front, known.bounds, bounds)
+        self._inputs[conv] = known._replace(bounds=bounds, front=front)
+        return call.pick(QUANTIZE_NORM_SILU).launch(x, gain, known.divisor, bounds)
+
+    def convolve(self, conv: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``residual + conv(x)``, for x from `quantized`."""
+        B, T, H, W, C = x.shape
+        step = self._plan.convolution_8bit(conv, (B, T, H - 2, W - 2, C), self._is_image)
+        known = self._inputs[conv]
+        y = step.run(x, known.bounds, *known.weight, conv.bias, residual, known.front)
+        if known.front is not None:
+            keep_last_frames(known.front, x)
+        return y
+
+    def _begin(self, conv: nn.Module, gain: torch.Tensor, x: torch.Tensor) -> _Input:
+        divisor, frames = channel_divisor(gain), kernel_size(conv)[0] - 1
+        weight, front = conv.weight.detach().permute(0, 2, 3, 4, 1), None
+        if self._is_image:
+            weight = weight[:, -1:]
+        else:
+            B, _, H, W, C = x.shape
+            front = x.new_full((B, frames, H + 2, W + 2, C), EMPTY, dtype=torch.int8)
+        return _Input(divisor, divisor.new_zeros(2), quantize_conv_weight(weight, divisor), front)
