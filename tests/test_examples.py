@@ -186,11 +186,14 @@ def test_benchmark_end_to_end(tmp_path, capsys):
         assert text in printed
 
 
-def test_benchmark_with_another_mass(tmp_path):
+def test_benchmark_with_another_mass_and_a_vae_in_8_bits(tmp_path):
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--no-oracle"]
-    assert end_to_end.main([*options, "--preset", "block_sparse", "--mass", "0.5", "--json", str(json_path)]) == 0
-    assert json.loads(json_path.read_text())["settings"]["mass"] == 0.5
+    preset = ("--preset", "block_sparse", "--mass", "0.5")
+    assert end_to_end.main([*options, *preset, "--vae-8bit", "--json", str(json_path)]) == 0
+    result = json.loads(json_path.read_text())
+    assert (result["settings"]["mass"], result["settings"]["vae"]) == (0.5, "8bit")
+    assert 'vae="8bit": ' in result["patch_summary"]
 
 
 @pytest.mark.parametrize("name", ["lightning", "turbowan", "turbot2av"])

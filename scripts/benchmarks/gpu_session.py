@@ -170,6 +170,18 @@ MEASUREMENTS = {
     "evaluate-sparse": (*CLI, "evaluate", "--batch-size", "64", *SPARSE),
     "wan2.1-1.3b-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *SPARSE),
     "wan2.1-1.3b-sparse-decoded": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, "--decode", *SPARSE),
+    "wan2.1-1.3b-sparse-decoded-8-bit-vae": (
+        *END_TO_END,
+        "wan2.1-1.3b",
+        *(*LEFT_OUT, "--decode", "--vae-8bit"),
+        *SPARSE,
+    ),
+    "wan2.1-1.3b-quantized-decoded-8-bit-vae": (
+        *END_TO_END,
+        "wan2.1-1.3b",
+        *("--decode", "--vae-8bit", "--repeats", "3"),
+        *QUANTIZED,
+    ),
     "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *LEFT_OUT, *SPARSE),
     "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
     "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE),

@@ -110,6 +110,8 @@ DECODE_TARGETS = {
 STAGE_LIMITS = {
     "wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5},
     "wan2.1-1.3b-sparse-decoded": {"steps": 0.57, "total": 1.3},
+    "wan2.1-1.3b-sparse-decoded-8-bit-vae": {"total": 0.85},
+    "wan2.1-1.3b-quantized-decoded-8-bit-vae": {"total": 1.45},
     "wan2.1-1.3b-decoded-4-gpus": {"total": 0.8},
     "wan2.1-1.3b-decoded-sparse-4-gpus": {"total": 0.42},
 }

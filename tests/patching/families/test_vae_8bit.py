@@ -152,6 +152,15 @@ def test_without_kernels_the_decode_is_exact_and_the_summary_says_why():
         assert not any("8 bits" in row.step for row in patch.rows())
 
 
+def test_where_diffusers_decodes_the_summary_says_that_alone():
+    vae = tiny_vae()
+    vae.decoder.up_blocks[1].resnets[0].conv1 = torch.nn.Identity()
+    with trp.patch(vae, trp.Exact(vae="8bit")) as patch:
+        rows = [row for row in patch.rows() if row.blocks == "decoder"]
+        assert len(rows) == 1
+        assert "8bit" not in patch.summary()
+
+
 def test_the_summary_on_a_gpu():
     with torch.device("meta"):
         vae = AutoencoderKLWan().to(torch.bfloat16)

@@ -50,7 +50,7 @@ def test_a_variant_is_undone():
     case = module.CASES["tiny"]
     vae = module.with_random_weights(lambda: case.vae_class(**case.vae))
     before = dict(vars(vae))
-    for variant in (PATCHED, LITTLE_MEMORY, IN_TILES, TINY):
+    for variant in (PATCHED, LITTLE_MEMORY, IN_TILES, module.IN_8_BITS, TINY):
         with module.as_variant(vae, variant):
             assert vars(vae) != before
         assert vars(vae) == before

@@ -284,7 +284,8 @@ def weights_8bit_bytes(decoder: nn.Module) -> int:
 
 
 def _convolutions_8bit(decoder: nn.Module) -> set[nn.Module]:
-    return {conv for resnet in resnets_for_8_bits(decoder) for conv in (resnet.conv1, resnet.conv2)}
+    both = (conv for resnet in resnets_for_8_bits(decoder) for conv in (resnet.conv1, resnet.conv2))
+    return {conv for conv in both if type(conv) in CAUSAL}
 
 
 def stages_of(decoder: nn.Module, *, is_image: bool = False, in_8_bits: bool = False) -> list[Stage]:

@@ -7,7 +7,7 @@ several frames of it, and only the last one counts.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -46,10 +46,11 @@ class _Decoder(Run):
         *,
         is_image: bool = False,
         cuts: Cuts | None = None,
-        in_8_bits: Container[nn.Module] = (),
+        in_8_bits: Collection[nn.Module] = (),
     ):
         super().__init__(plan, is_image=is_image)
-        self._in_8_bits, self._convolutions_8bit = in_8_bits, Convolutions8bit(plan, is_image=is_image)
+        self._in_8_bits = in_8_bits
+        self._convolutions_8bit = Convolutions8bit(plan, is_image=is_image) if in_8_bits else None
         self._cuts = {} if cuts is None else cuts.after
         self._begun: set[nn.Module] = set()  # modules that had latent frame 0, which gives fewer frames
 

@@ -69,17 +69,19 @@ class Convolutions8bit:
     def __init__(self, plan: VaePlan, *, is_image: bool):
         self._plan, self._is_image = plan, is_image
         self._inputs: dict[nn.Module, _Input] = {}
+        ops = (MEASURE_NORM_SILU, REQUANTIZE, QUANTIZE_NORM_SILU)
+        self._measure, self._requantize, self._quantize = (plan.call.pick(op).launch for op in ops)
 
     def quantized(self, norm: nn.Module, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm and SiLU of x [B, T, H, W, C] in 8 bits: a convolution's input, with a pixel around images."""
-        gain, call = norm.gamma.flatten(), self._plan.call
+        gain = norm.gamma.flatten()
         known = self._inputs.get(conv) or self._begin(conv, gain, x)
-        bounds = call.pick(MEASURE_NORM_SILU).launch(x, gain, known.divisor, known.bounds)
+        bounds = self._measure(x, gain, known.divisor, known.bounds)
         front = known.front
         if front is not None:
-            front = call.pick(REQUANTIZE).launch(front, known.bounds, bounds)
+            front = self._requantize(front, known.bounds, bounds)
         self._inputs[conv] = known._replace(bounds=bounds, front=front)
-        return call.pick(QUANTIZE_NORM_SILU).launch(x, gain, known.divisor, bounds)
+        return self._quantize(x, gain, known.divisor, bounds)
 
     def convolve(self, conv: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``residual + conv(x)``, for x from `quantized`."""

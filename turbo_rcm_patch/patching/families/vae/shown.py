@@ -31,15 +31,7 @@ def network_steps(vae: nn.Module, network: str) -> Iterator[tuple[str, list[Step
 
     network: "encoder" or "decoder". If diffusers' own code runs, one step stands for all of them.
     """
-    parameters = (
-        parameter for part in (getattr(vae, network), vae) if part is not None for parameter in part.parameters()
-    )
-    resting = next(parameters).device  # offloaded weights lie elsewhere than the network runs
-    reason = why_not_plain(vae, network, resting, vae.dtype)
-    method, ours = {"encoder": ("_encode", encode), "decoder": ("_decode", decode)}[network]
-    if reason is None and getattr(vars(vae).get(method), "__func__", None) is not ours:
-        reason = f"its {method} was replaced"
-    if reason is not None:
+    if (reason := _why_not_ours(vae, network)) is not None:
         yield network, [Step(getattr(vae, network), MODULE, reason)]
         return
     call = call_for(vae, get_module_execution_device(vae), vae.dtype)
@@ -49,6 +41,19 @@ def network_steps(vae: nn.Module, network: str) -> Iterator[tuple[str, list[Step
     yield from _convolution_steps(convolutions, {conv for resnet in resnets for conv in resnet.children()}, call)
     yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) in NORM]
     yield "attention", [attention(module.dim, call) for module in modules if type(module) in ATTENTION]
+
+
+def _why_not_ours(vae: nn.Module, network: str) -> str | None:
+    """Return the reason why diffusers' own code runs a network, or None."""
+    parameters = (
+        parameter for part in (getattr(vae, network), vae) if part is not None for parameter in part.parameters()
+    )
+    resting = next(parameters).device  # offloaded weights lie elsewhere than the network runs
+    reason = why_not_plain(vae, network, resting, vae.dtype)
+    method, ours = {"encoder": ("_encode", encode), "decoder": ("_decode", decode)}[network]
+    if reason is None and getattr(vars(vae).get(method), "__func__", None) is not ours:
+        return f"its {method} was replaced"
+    return reason
 
 
 def _convolution_steps(
@@ -105,7 +110,9 @@ def vae_notes(vae: nn.Module) -> list[str]:
 
 
 def _notes_on_8_bits(vae: nn.Module) -> list[str]:
-    """Return what ``vae="8bit"`` leaves in the VAE's dtype and why, if it was asked for."""
+    """Return what ``vae="8bit"`` leaves in the VAE's dtype and why, if it was asked for and our decoder runs."""
+    if _why_not_ours(vae, "decoder") is not None:
+        return []
     call = call_for(vae, get_module_execution_device(vae), vae.dtype)
     resnets, reason = in_8_bits(vae.decoder, call)
     if reason is not None:
