@@ -20,7 +20,10 @@ from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, Q
 from turbo_rcm_patch.patching.families.vae import in_8_bits, steps
 from turbo_rcm_patch.patching.families.vae.chunks import decoding_bytes, weights_8bit_bytes
 from turbo_rcm_patch.patching.families.vae.classes import resnets_for_8_bits
+from turbo_rcm_patch.patching.families.vae.decoder import decoded
+from turbo_rcm_patch.patching.families.vae.forward import joined, plan_for
 from turbo_rcm_patch.patching.families.vae.shown import KEPT
+from turbo_rcm_patch.patching.families.vae.strips import cuts_of, strips_of
 
 WANTED = 42  # dB
 REFERENCES = {
@@ -105,6 +108,24 @@ def test_any_vae_in_chunks_of_any_size(kind, chunk, run_everywhere):
         assert (psnr(frames, exact) >= WANTED).all()
         assert (psnr(image, exact[:, :, :1]) >= WANTED).all()
         assert not torch.equal(frames, exact)
+
+
+def test_tiles_and_strips(run_everywhere):
+    """Each tile and each strip has ranges of its own."""
+    run_everywhere(REFERENCES)
+    vae, z = tiny_vae(base_dim=16), tiny_latents(2, batch=1, height=4, width=8)
+    exact = decode(vae, z)
+    with trp.patch(vae, trp.Exact(vae="8bit")):
+        plan = plan_for(vae, z)
+        strips = [cuts_of(vae.decoder, strip) for strip in strips_of(4, 8, 2)]
+        parts = [joined(decoded(vae, z, plan, [1] * 5, cuts), exact.shape[2]) for cuts in strips]
+    assert (psnr(torch.cat(parts, -1).clamp(-1, 1), exact) >= WANTED).all()
+    vae.enable_tiling(16, 32, 12, 24)
+    exact = decode(vae, z)
+    with trp.patch(vae, trp.Exact(vae="8bit")):
+        frames = decode(vae, z)
+    assert (psnr(frames, exact) >= WANTED).all()
+    assert not torch.equal(frames, exact)
 
 
 def test_kernels_decode_as_the_references(run_everywhere):
