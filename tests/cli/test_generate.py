@@ -106,6 +106,18 @@ def test_generate_with_a_tiny_vae(tmp_path, capsys, saved_models, monkeypatch):
     assert "--tiny-vae: taew2_2.safetensors decodes latents of 48 channels" in capsys.readouterr().err
 
 
+def test_generate_and_compare_with_a_vae_in_8_bits(tmp_path, capsys, saved_models):
+    """On a CPU the frames are exact, and the summary says why."""
+    options = ["--model", str(saved_models / "t2v"), *TINY]
+    generate = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *options, "--vae", "8bit"]
+    for command in (["generate", *generate[1:], "-v"], ["compare", "a fox", *options, "--vae", "8bit"]):
+        assert main(command) == 0
+        assert 'vae="8bit": convolutions stay' in capsys.readouterr().out
+    for other in (["--no-patch"], ["--tiny-vae", "taew2_1.safetensors"]):
+        assert main([*generate, *other]) == 2
+        assert f"leave it or {other[0]} out" in capsys.readouterr().err
+
+
 def test_generate_from_an_image(tmp_path, saved_models):
     image, output = tmp_path / "first.png", tmp_path / "out.mp4"
     iio.imwrite(image, np.full((32, 48, 3), 90, dtype=np.uint8))

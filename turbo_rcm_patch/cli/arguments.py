@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
-from ..config import PRESETS
+from ..config import PRESETS, VAE_8BIT
 from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
 
@@ -61,6 +61,7 @@ def _add_generate(commands) -> None:
     _add_text_encoder(parser, "store the text encoder's weights in 8 bits: half the memory, slightly other embeddings")
     tiny = "decode with a tiny VAE of TAEHV, such as taew2_1.safetensors: faster, with less memory, of lower quality"
     parser.add_argument("--tiny-vae", type=Path, metavar="FILE", help=tiny)
+    _add_vae(parser)
 
 
 def _add_vram(parser: argparse.ArgumentParser, what: str) -> None:
@@ -70,6 +71,11 @@ def _add_vram(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_text_encoder(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--text-encoder", choices=("8bit",), help=text)
+
+
+def _add_vae(parser: argparse.ArgumentParser) -> None:
+    text = "on a GPU, run most convolutions of the VAE's decoder in 8 bits, with frames that differ slightly"
+    parser.add_argument("--vae", choices=(VAE_8BIT,), help=text)
 
 
 def _add_compare(commands) -> None:
@@ -92,6 +98,7 @@ def _add_compare(commands) -> None:
     add_distilled_options(parser)
     add_generation_options(parser)
     _add_vram(parser, "all variants, without torch.compile,")
+    _add_vae(parser)
 
 
 def _add_verify(commands) -> None:
@@ -112,6 +119,7 @@ def _add_verify(commands) -> None:
     parser.add_argument("--keep-out", type=Path, metavar="OUT.json", help=keep_out)
     add_generation_options(parser)
     _add_vram(parser, "the patched pipeline and the checks")
+    _add_vae(parser)
 
 
 def _add_evaluate(commands) -> None:

@@ -51,6 +51,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_output("-o", arguments.output, (".mp4",))
         check_ffmpeg()
         _check_gpus(arguments)
+        _check_vae(arguments)
     if arguments.command == "compare":
         _check_comparison(arguments)
     if arguments.command == "evaluate":
@@ -99,6 +100,15 @@ def _check_gpus(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--gpus keeps the whole model on every GPU; leave --{option} out.")
     folder = EMBEDDED if arguments.model is None else Path(arguments.model).expanduser()
     check_heads(arguments.gpus, _read_json(folder / "transformer/config.json").get("num_attention_heads"))
+
+
+def _check_vae(arguments: argparse.Namespace) -> None:
+    for option in ("no_patch", "tiny_vae"):
+        if arguments.vae is not None and getattr(arguments, option):
+            raise CommandError(
+                f"--vae {arguments.vae} is about the patched pipeline's own VAE; leave it or "
+                f"--{option.replace('_', '-')} out."
+            )
 
 
 def check_heads(gpus: int, heads: int | None) -> None:

@@ -65,13 +65,15 @@ def choose_dtype(arguments: argparse.Namespace, device: torch.device) -> torch.d
 
 
 def choose_config(arguments: argparse.Namespace) -> PatchConfig:
-    """Return --preset's configuration with --topk, --mass, --min-tokens and --keep.
+    """Return --preset's configuration with --topk, --mass, --min-tokens, --keep and --vae.
 
     The embedded model has its own blocks.
     """
     config = replace(PRESETS[arguments.preset], **sparsity_of(arguments))
     keep = keep_of(arguments)
     config = config if keep is None else replace(config, keep=keep)
+    if getattr(arguments, "vae", None) is not None:
+        config = replace(config, vae=arguments.vae)
     is_embedded = arguments.model is None and getattr(arguments, "config", None) is None
     is_sparse_attention = isinstance(config, (Sparse, BlockSparse))
     return replace(config, blocks=embedded.SLA_BLOCKS) if is_embedded and is_sparse_attention else config
