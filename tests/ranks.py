@@ -55,8 +55,14 @@ def _results(folder):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
+def use_one_thread():
+    """Let the ranks share the cores. PyTorch can refuse this in a fork, so that it is not asked without need."""
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+
+
 def _run_rank(rank, check, folder, backend):
-    torch.set_num_threads(1)
+    use_one_thread()
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.save(check(rank), folder / f"{rank}.pt")
     dist.barrier()  # gloo fails on a rank that still connects while this one leaves

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.cli.running import CAPTION, error_of
-from tests.ranks import start_on_cpu
+from tests.ranks import start_on_cpu, use_one_thread
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import commands, gpus, main
 from turbo_rcm_patch.cli.errors import CommandError
@@ -82,7 +82,7 @@ def test_a_model_or_a_video_that_does_not_divide(count, frames, message):
 
 def run_all(rank, folder):
     """The command in one process and the example in another, each of which starts two."""
-    torch.set_num_threads(1)
+    use_one_thread()
     torch.set_num_threads = lambda count: None  # accelerate calls it, which torch 2.14 refuses in a fork of a fork
     gpus.START_METHOD = "fork"
     torch.cuda.device_count = torch.accelerator.device_count = lambda: 2

@@ -183,7 +183,7 @@ def test_a_process_that_cannot_does_not_leave_the_others_waiting(ranks):
 
 def test_after_restore_a_process_decodes_alone(ranks):
     vae, z = tiny_wan_pipeline().vae, tiny_latents(2, 1, 2, 8)
-    assert torch.equal(ranks[0]["restored"], decode(vae, z))
+    assert relative_error(ranks[0]["restored"], decode(vae, z)) <= FP32  # here with other threads
 
 
 def test_after_the_process_group_ended_a_process_decodes_alone(monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from scripts.benchmarks import end_to_end
-from tests.ranks import start_on_cpu
+from tests.ranks import start_on_cpu, use_one_thread
 
 TOKENS = 12  # of the tiny case's video
 
@@ -20,7 +20,7 @@ def one_process(rank, arguments, rendezvous, folder):
             seen.append(("forward" in vars(module), args[0].shape[1]))
         return call(module, *args, **kwargs)
 
-    torch.set_num_threads(1)
+    use_one_thread()
     torch.accelerator.device_count = lambda: 2  # diffusers counts GPUs to name a device, and there may be none
     torch.nn.Module.__call__ = seen_call
     script = end_to_end

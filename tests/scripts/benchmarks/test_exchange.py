@@ -7,11 +7,11 @@ import torch
 
 from scripts.benchmarks import exchange
 from scripts.tools.pages.ops import exchange_table
-from tests.ranks import start_on_cpu
+from tests.ranks import start_on_cpu, use_one_thread
 
 
 def one_process(rank, arguments, rendezvous):
-    torch.set_num_threads(1)
+    use_one_thread()
     check, exchange.ROUNDS = exchange.parts_of, 1
 
     def parts_of(options, device):
