@@ -84,7 +84,7 @@ def test_a_convolutions_operand(memory):
 def _store_pixel(tensor, pixel, pixels_of_frame, column):
     """Store the columns of one pixel from `column` on. Those from COLUMNS on belong to the second of two frames."""
     pixels = pixel + tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    arguments = (None, tensor, tensor, pixels, pixels, pixels >= 0, pixels_of_frame, COLUMNS)
+    arguments = (None, None, tensor, tensor, pixels, pixels, pixels >= 0, pixels_of_frame, COLUMNS)
     acc = tl.full((1, COLUMNS), 2.0, tl.float32)
     _store_conv(acc, 0, 0, column + tl.arange(0, COLUMNS), 1, 2 * COLUMNS, arguments, None)
 
