@@ -190,7 +190,7 @@ def test_benchmark_with_another_mass_and_a_vae_in_8_bits(tmp_path):
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--no-oracle"]
     preset = ("--preset", "block_sparse", "--mass", "0.5")
-    assert end_to_end.main([*options, *preset, "--vae-8bit", "--json", str(json_path)]) == 0
+    assert end_to_end.main([*options, *preset, "--vae", "8bit", "--json", str(json_path)]) == 0
     result = json.loads(json_path.read_text())
     assert (result["settings"]["mass"], result["settings"]["vae"]) == (0.5, "8bit")
     assert 'vae="8bit": ' in result["patch_summary"]

@@ -80,8 +80,8 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     pipe.set_progress_bar_config(disable=not is_first)
     install_few_steps(pipe)
     config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
-    if options.vae_8bit:
-        config = replace(config, vae=VAE_8BIT)
+    if options.vae is not None:
+        config = replace(config, vae=options.vae)
     if options.mass is not None:
         config = replace(config, mass=options.mass)
     if isinstance(config, Sparse) and needs_projections(pipe):
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
         settings["mass"] = config.mass
     if options.vae_dtype:
         settings["vae_dtype"] = options.vae_dtype
-    if options.vae_8bit:
+    if options.vae is not None:
         settings["vae"] = config.vae
     inputs = random_inputs(pipe)
     if options.structured:
@@ -162,7 +162,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--vae-dtype", choices=("float32", "bfloat16"), help="default: that of the transformer")
-    parser.add_argument("--vae-8bit", action="store_true", help="decode in 8 bits (on a GPU)")
+    parser.add_argument("--vae", choices=(VAE_8BIT,), help="decode in 8 bits (on a GPU)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--no-oracle", action="store_true", help="do not check a step against fp32, for want of memory")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")

@@ -173,13 +173,13 @@ MEASUREMENTS = {
     "wan2.1-1.3b-sparse-decoded-8-bit-vae": (
         *END_TO_END,
         "wan2.1-1.3b",
-        *(*LEFT_OUT, "--decode", "--vae-8bit"),
+        *(*LEFT_OUT, "--decode", "--vae", "8bit"),
         *SPARSE,
     ),
     "wan2.1-1.3b-quantized-decoded-8-bit-vae": (
         *END_TO_END,
         "wan2.1-1.3b",
-        *("--decode", "--vae-8bit", "--repeats", "3"),
+        *("--decode", "--vae", "8bit", "--repeats", "3"),
         *QUANTIZED,
     ),
     "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *LEFT_OUT, *SPARSE),

@@ -364,7 +364,7 @@ def launch_conv_8bit() -> None:
 
 def launch_convolution_8bit(
     C: int, N: int, has_front: bool, *, dtype: torch.dtype = BF16, residual: bool = True
-) -> None:  # fmt: skip
+) -> None:
     """Launch a convolution of 3×3×3 in 8 bits, or of an image without the frames before."""
     kt = 3 if has_front else 1
     x, front = (meta(1, frames, 62, 106, C, dtype=torch.int8) for frames in (3, 2))

@@ -8,7 +8,7 @@ from turbo_rcm_patch.amounts import in_gb
 
 from .cells import bold, table_of, versions
 
-# As scripts/benchmarks/vae.py names them.
+# The names of variants in scripts/benchmarks/vae.py.
 UNPATCHED, COMPILED, PATCHED, IN_8_BITS = "unpatched", "torch.compile", "patched", "patched, 8 bits"
 ENCODING = {UNPATCHED: 2.5, COMPILED: 1.5}  # how many times as fast the patched encoder has to be
 OVER_PATCHED, PSNR = 1.5, 42  # how many times as fast as patched 8 bits have to be, and how near to it in dB

@@ -25,7 +25,7 @@ SIZES = {
 
 
 def combined(bounds, scale, total, bias):
-    """What the small kernel before the convolution writes."""
+    """The factor and the addend of each channel, which a small kernel writes before the convolution runs."""
     step, zero = conv_8bit.range_8bit.step_and_zero_reference(bounds)
     return step * scale, bias.float() - zero * step * scale * total
 

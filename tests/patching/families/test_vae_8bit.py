@@ -139,7 +139,7 @@ def test_kernels_decode_as_the_references(run_everywhere):
 
 
 def test_which_convolutions_and_their_range(run_everywhere):
-    """The resnets' behind the first up block. A larger chunk enlarges the range, a smaller one leaves it."""
+    """Those of the resnets after the first up block. A larger chunk enlarges the range, a smaller one leaves it."""
     convolved, ranges = [], []
 
     def convolve(x, bounds, values, *others):

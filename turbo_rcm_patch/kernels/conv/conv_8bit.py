@@ -45,9 +45,9 @@ class Weight8bit(NamedTuple):
 
 
 def channel_divisor(weight: torch.Tensor) -> torch.Tensor:
-    """Return the divisor [C], fp32, of the channels behind a norm with this weight [C]: √|weight|.
+    """Return the divisor [C], fp32, of the channels that a norm with this weight [C] gives: √|weight|.
 
-    So channels with a large gain take less of the common range, and their rows of the weight more.
+    So channels with a large gain take less of the range that all share, and their part of the weight takes more.
     """
     gain = weight.float().abs()
     return gain.clamp_min(gain.amax() / 256).clamp_min(1e-12).sqrt()

@@ -38,9 +38,7 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
     out = x.new_empty(x.shape)
     if x.numel() == 0:
         return out
-    rows = x.flatten(1, -2)  # a copy if the rows are not evenly spaced
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
+    rows = rows_of(x)
     B, S, C = rows.shape
     block = next_power_of_2(C)
     tile = row_tile(block, block * x.element_size())
@@ -48,6 +46,12 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
     operands = (rows, weight.contiguous(), out, S, C, *strides, C**0.5)
     launch_kernel(_rms_norm_silu_kernel, grid, *operands, SILU=silu, BLOCK=block, **tile)
     return out
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Return x [B, T, ..., C] as rows [B, S, C] with adjacent channels."""
+    rows = x.flatten(1, -2)  # a copy if the rows are not evenly spaced
+    return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
 @_rms_norm_silu.register_fake

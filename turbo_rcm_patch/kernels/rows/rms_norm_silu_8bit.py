@@ -20,7 +20,7 @@ from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..sizes import cdiv, next_power_of_2
 from .quantize_rows import ROUNDING
-from .rms_norm_silu import normalize
+from .rms_norm_silu import normalize, rows_of
 from .row_tiles import row_grid, row_tile
 
 ELEMENTS = 4096  # that a program rounds anew
@@ -73,9 +73,7 @@ def _(values, old, new):
 
 def _operands(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor):
     """Return x as rows [B, S, C], constants of the launch, its grid by the number of rows, and the operands."""
-    rows = x.flatten(1, -2)  # a copy if the rows are not evenly spaced
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
+    rows = rows_of(x)
     block = next_power_of_2(x.shape[-1])
     tile = row_tile(block, block * x.element_size())
     return (

@@ -1,9 +1,9 @@
 """The decoder with ``vae="8bit"``: which convolutions run in 8 bits, and how.
 
 They are those of the resnets in all up blocks but the first. Each reads RMSNorm and SiLU, which write 8 bits at once,
-and together they have 87 % (Wan 2.1) or 82 % (TI2V-5B) of the decoder's products. Kept are the middle block and the
-first up block, whose errors pass through all that follows, and convolutions that read or write pixels or latents as
-they are: the first, the last, those that upsample or double the frames, and shortcuts (docs/designs.md).
+and together they have 87 % (Wan 2.1) or 82 % (TI2V-5B) of the decoder's products. The middle block and the first up
+block stay in the VAE's dtype, because their errors pass through all that follows. So do the first and the last
+convolution, shortcuts, and convolutions that upsample or double the frames (docs/designs.md).
 
 A convolution's input has one range for all of its frames and channels. The range grows with each chunk that exceeds
 it. The frames before a chunk, which are kept in 8 bits, are rounded anew then.
@@ -30,7 +30,7 @@ SIZE = (1, 4, 64, 64)  # B, T, H, W of an input: whether a kernel takes it does 
 
 
 class _Input(NamedTuple):
-    """What a decode keeps of a convolution's input. front: None for an image."""
+    """The state of one convolution's input during a decode. front is None for an image: nothing comes before it."""
 
     divisor: torch.Tensor
     bounds: torch.Tensor
