@@ -253,6 +253,9 @@ def test_memory_is_what_the_page_says():
     taken = [f"{decoding_bytes(vae, *video_of(vae, z), in_8_bits=value) / 1e9:.1f}" for value in (True, False)]
     words = " ".join((ROOT / "docs/tiers.md").read_text().split())
     assert "81 frames at 832×480 takes {} GB in place of {},".format(*taken) in words
+    vae, z = real("ti2v-5b, 720p")
+    taken, exact = (decoding_bytes(vae, *video_of(vae, z), in_tiles=True, in_8_bits=value) for value in (True, False))
+    assert f"In tiles TI2V-5B takes {(taken - exact) / 1e9:.1f} GB more, for the weights." in words
 
 
 def test_weights_take_what_the_class_says():
