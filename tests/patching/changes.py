@@ -280,7 +280,7 @@ WEIGHTS = (
     "condition_embedder.image_embedder.ff.net.2.weight",
     "rope.freqs_cos",
     "blocks.0.scale_shift_table",
-    "blocks.1.attn2.to_v.bias",
+    "blocks.0.attn2.to_v.bias",
     "blocks.0.attn2.add_k_proj.weight",
     "scale_shift_table",
 )

@@ -25,6 +25,11 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
+def _references_without_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture(autouse=True)
 def _uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

@@ -266,20 +266,23 @@ def test_weights_take_what_the_class_says():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [None, 1])
-def test_on_a_gpu_a_real_size(chunk):
-    """The frames of a random VAE of Wan 2.1's size, whose norms have different gains."""
+def test_on_a_gpu_a_real_size(chunk, monkeypatch):
+    """A random VAE of Wan 2.1's size, whose norms have different gains. Its frames are noise, in which bf16 alone errs
+    by 44 dB: 8 bits may err twice as much."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
-    vae = AutoencoderKLWan().to("cuda", torch.bfloat16)
-    for module in vae.decoder.modules():
+    wide = AutoencoderKLWan().to("cuda")
+    for module in wide.decoder.modules():
         if hasattr(module, "gamma"):
             module.gamma.data *= (0.3 * torch.randn_like(module.gamma)).exp()
-    z = torch.randn(1, 16, 3, 30, 52, device="cuda", dtype=torch.bfloat16)
+    z = torch.randn(1, 16, 3, 30, 52, device="cuda").bfloat16()
     with torch.no_grad():
-        scale = 0.5 / vae.decode(z).sample.std()
-        vae.decoder.conv_out.weight.data *= scale
-        with trp.patch(vae, trp.Exact(vae_chunk=chunk)):
-            exact = decode(vae, z)
-        with trp.patch(vae, trp.Exact(vae="8bit", vae_chunk=chunk)) as patch:
-            frames = decode(vae, z)
-            assert KEPT in patch.summary()
-    assert (psnr(frames.float(), exact.float()) >= WANTED).all()
+        wide.decoder.conv_out.weight.data *= 0.5 / wide.decode(z.float()).sample.std()
+    vae = AutoencoderKLWan().to("cuda", torch.bfloat16)
+    vae.load_state_dict(wide.state_dict())
+    wide.load_state_dict(vae.state_dict())
+    oracle, unpatched = decode(wide, z.float()), decode(vae, z)
+    with trp.patch(vae, trp.Exact(vae="8bit", vae_chunk=chunk)) as patch:
+        frames = decode(vae, z)
+        assert KEPT in patch.summary()
+    assert relative_error(frames, oracle) <= 2 * relative_error(unpatched, oracle)
