@@ -2,9 +2,10 @@
 
     python scripts/benchmarks/host_memory.py --config wan2.1-14b --vram 8GB --json host.json
 
-A transformer with random weights is saved in bf16 and converted, on a disk with room for both. A new process then loads
-the converted folder and calls `trp.fit`. What counts is its own memory (not the pages of mapped files, which the system
-can drop) and what PyTorch has pinned. Exits with 1 if the peak is above the share of the 8-bit weights that is wanted.
+A transformer with random weights is saved in bf16 and converted, on a disk with room for both. A second expert has the
+same weights, converted to files of its own. A new process then loads the converted folder and calls `trp.fit`. What
+counts is its own memory (not the pages of mapped files, which the system can drop) and what PyTorch has pinned. Exits
+with 1 if the peak is above the share of the 8-bit weights that is wanted.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def main(argv: list[str] | None = None) -> int:
 def convert(options: argparse.Namespace, folder: Path) -> None:
     """Write the converted transformers of a pipeline."""
     device, case = torch.device(options.device), CASES[options.config]
-    for name in case.transformer_names:
-        model = with_random_weights(lambda: case.transformer_class(**case.transformer), device)
-        model.save_pretrained(folder / "model" / name)
-        del model
+    first, *experts = (folder / "model" / name for name in case.transformer_names)
+    with_random_weights(lambda: case.transformer_class(**case.transformer), device).save_pretrained(first)
+    for expert in experts:
+        expert.symlink_to(first)
     convert_model(folder / "model", folder / "converted", trp.Quantized(), device=device, report=print)
 
 
