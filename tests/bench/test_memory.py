@@ -93,7 +93,7 @@ def least_of(tier, frames, beside=checking_stages, count=components_of):
     patched = wan_14b(tier)
     components = count(patched.models, patched.config)
     stages = list(stages_of(patched._replace(beside=beside), Video(480, 832, frames)))
-    return round((smallest(components, stages).largest_peak(components, stages) + CONTEXT) / 1e9)
+    return round((smallest(components, stages).largest_room(components, stages) + CONTEXT) / 1e9)
 
 
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "wan2.1-14b", "wan2.2-5b"])

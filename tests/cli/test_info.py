@@ -130,7 +130,7 @@ def test_info_plans_for_a_card_without_weights(tmp_path, capsys):
     assert max(plan["peaks"].values()) <= plan["budget"] == 74 * 10**8
 
     printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "3 GB", "--preset", "exact")
-    assert "3.00 GB are given. It fits with the preset 'quantized' and num_frames=17." in printed
+    assert "3.00 GB are given. It fits with the preset 'quantized' and num_frames=9." in printed
     assert plan["error"] in printed
 
 

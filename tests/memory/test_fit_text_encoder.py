@@ -102,9 +102,12 @@ def linear_weights(encoder):
 
 def test_a_weight_in_the_models_dtype_counts_while_its_linear_runs():
     encoder = random_encoder(128, 2).bfloat16()
-    whole = encoder_bytes(encoder, 8)
+    as_it_is = encoder_bytes(encoder, 8)
+    with trp.patch_text_encoder(encoder):
+        patched = encoder_bytes(encoder, 8)
     with trp.patch_text_encoder(encoder, in_8_bits=True):
-        assert encoder_bytes(encoder, 8) - whole == 128 * 320 * 2
+        assert encoder_bytes(encoder, 8) - patched == 128 * 320 * 2
+    assert patched < as_it_is == encoder_bytes(encoder, 8)
 
 
 @pytest.mark.gpu

@@ -2,12 +2,14 @@
 
 import json
 import math
+from itertools import takewhile
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import init_empty_weights
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
@@ -15,7 +17,7 @@ from tests.patching.families.peak import Peak
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.choose import Placement
-from turbo_rcm_patch.memory.components import components_of
+from turbo_rcm_patch.memory.components import Component, components_of
 from turbo_rcm_patch.memory.empty_models import cast_as_loaded
 from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs, needs_table
 from turbo_rcm_patch.memory.stages import Patched, Video, denoising_bytes, stages_of, tokens_of, unpatched_stages
@@ -63,7 +65,7 @@ def test_a_pipeline_has_a_line_for_each_tier_and_size(tmp_path):
     assert one == [found[2]]
 
 
-@pytest.mark.parametrize(("name", "gib"), [("wan2.1-1.3b", 0.83), ("wan2.1-14b", 1.87)])
+@pytest.mark.parametrize(("name", "gib"), [("wan2.1-1.3b", 0.86), ("wan2.1-14b", 1.91)])
 def test_real_models_take_at_most_55_percent_in_8_bits(name, gib):
     weights, steps = {}, {}
     for preset, patched in models_by_preset(name):
@@ -129,6 +131,40 @@ def test_the_unpatched_peak_of_a_whole_model_is_what_a_gpu_measured_or_a_little_
     settings, _ = measured("wan2.1-1.3b-decoded")
     for peak in (7_893_554_176, 7_894_824_960, 7_894_824_960):
         assert peak <= peak_of("decoding, unpatched", settings, trp.Exact(), vae=True) <= 1.1 * peak
+
+
+CARDS = [name for name in json.loads(RESULTS[0].read_text())["runs"] if name.startswith("small-cards")]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_peaks_of_whole_pipelines_are_what_a_gpu_measured_or_a_little_more(name):
+    """With all on the GPU, and streaming. Decoding is left out: the runs are older than a change of it."""
+    run = json.loads(RESULTS[0].read_text())["runs"][name]
+    case = CASES[run["settings"]["config"]]
+    for row in (row for row in run["cards"] if "peaks" in row):
+        models = empty_pipeline(case, row["variant"])
+        patched = Patched(models, trp.PRESETS[row["variant"].split(",")[0]], case.expand_timesteps)
+        components = [Component(**component) for component in row["components"]]
+        placement = Placement(frozenset(row["streaming"]), row["tiles"], row["decoding"])
+        found = {}
+        for stage in takewhile(lambda stage: stage.name != "decoding", stages_of(patched, Video(*row["video"]))):
+            found[stage.name] = max(found.get(stage.name, 0), placement.peak(components, stage))
+        assert found.keys() == row["allocated"].keys() - {"decoding"}
+        for stage, peak in found.items():
+            measured = row["allocated"][stage]
+            assert measured <= peak <= 1.1 * measured, (row["variant"], row["card"], stage)
+
+
+def empty_pipeline(case, variant):
+    """A case's models without values, and their text encoder in 8 bits if a variant's name says so."""
+    with init_empty_weights():
+        models = {name: case.transformer_class(**case.transformer) for name in case.transformer_names}
+        models |= {name: model_class(config) for name, (model_class, config) in case.encoders.items()}
+        models["vae"] = case.vae_class(**case.vae)
+    models = {name: model.to(torch.bfloat16) for name, model in models.items()}
+    if "text encoder in 8 bits" in variant:
+        trp.patch_text_encoder(models["text_encoder"], in_8_bits=True)
+    return models
 
 
 @pytest.mark.parametrize("lora", [None, torch.bfloat16, torch.float32])

@@ -9,10 +9,7 @@ from itertools import product
 from .components import Component
 from .stages import Stage
 
-# Blocks of a streaming transformer on the GPU: the one that runs, the next one that arrives, and the last one, which is
-# kept until its kernels are done. An encoder's are done before the next block has arrived.
-BLOCKS_AT_ONCE = 3
-BLOCKS_OF_AN_ENCODER = 2
+BLOCKS_AT_ONCE = 2  # of a streaming model on the GPU: the one that runs, and the next one, which arrives meanwhile
 AROUND = 1.05  # memory of torch's allocator over that of the tensors
 
 
@@ -33,9 +30,23 @@ class Placement:
         return component.outside if component.name in self.streaming else component.weights
 
     def peak(self, components: Iterable[Component], stage: Stage) -> int:
-        """Return the largest memory of a stage in bytes."""
+        """Return the largest memory of a stage's tensors in bytes, as torch counts what is allocated."""
+        return self._memory(components, stage, waiting=0)
+
+    def room(self, components: Iterable[Component], stage: Stage) -> int:
+        """Return the bytes that a stage needs: its peak, and the block that ran last.
+
+        Its memory waits until its kernels are done. An encoder's are done before the next block has arrived.
+        """
+        return self._memory(components, stage, waiting=1)
+
+    def _memory(self, components: Iterable[Component], stage: Stage, waiting: int) -> int:
         moving = max(
-            (blocks_at_once(c) * c.largest for c in components if c.name in stage.runs and c.name in self.streaming),
+            (
+                (BLOCKS_AT_ONCE + (waiting if c.passes > 1 else 0)) * c.largest
+                for c in components
+                if c.name in stage.runs and c.name in self.streaming
+            ),
             default=0,
         )
         beside = max(moving + self._computing(stage), stage.after_blocks)
@@ -48,9 +59,9 @@ class Placement:
             return stage.within(self.decoding)
         return stage.computing
 
-    def largest_peak(self, components: Sequence[Component], stages: Iterable[Stage]) -> int:
-        """Return the largest memory of all stages in bytes."""
-        return max(self.peak(components, stage) for stage in stages)
+    def largest_room(self, components: Sequence[Component], stages: Iterable[Stage]) -> int:
+        """Return the bytes that all stages need."""
+        return max(self.room(components, stage) for stage in stages)
 
     def on_host(self, components: Iterable[Component]) -> tuple[int, int]:
         """Return the bytes on the host, and those of them that are pinned, which is what streams."""
@@ -58,11 +69,6 @@ class Placement:
         pinned = sum(component.blocks for component in streaming)
         tables = sum(component.table for component in streaming)
         return pinned + tables + sum(component.originals for component in components), pinned
-
-
-def blocks_at_once(component: Component) -> int:
-    """Return how many blocks of a streaming model are on the GPU together."""
-    return BLOCKS_OF_AN_ENCODER if component.passes == 1 else BLOCKS_AT_ONCE
 
 
 def choose(components: Sequence[Component], stages: Sequence[Stage], budget: int) -> Placement | None:
@@ -74,7 +80,7 @@ def choose(components: Sequence[Component], stages: Sequence[Stage], budget: int
     whole = list(placements(components))
     few = [replace(p, decoding=round(budget / AROUND) - sum(map(p.on_gpu, components))) for p in whole]
     for group in (whole, few, [replace(p, tiles=True) for p in whole]):
-        fitting = [p for p in group if p.largest_peak(components, stages) <= budget]
+        fitting = [p for p in group if p.largest_room(components, stages) <= budget]
         if fitting:
             return min(fitting, key=lambda placement: _moved(placement, components))
     return None
@@ -83,7 +89,7 @@ def choose(components: Sequence[Component], stages: Sequence[Stage], budget: int
 def smallest(components: Sequence[Component], stages: Sequence[Stage]) -> Placement:
     """Return the placement with the least memory."""
     each = (replace(p, tiles=tiles) for p in placements(components) for tiles in (False, True))
-    return min(each, key=lambda placement: placement.largest_peak(components, stages))
+    return min(each, key=lambda placement: placement.largest_room(components, stages))
 
 
 def placements(components: Sequence[Component]) -> Iterator[Placement]:

@@ -77,7 +77,7 @@ def _need(name: str, patched: Patched, video: Video) -> Need:
     components, stages = components_of(patched.models, patched.config), list(stages_of(patched, video))
     all_stay = Placement(frozenset(), tiles=False)
     resident, least = (
-        CONTEXT + placement.largest_peak(components, stages) for placement in (all_stay, smallest(components, stages))
+        CONTEXT + placement.largest_room(components, stages) for placement in (all_stay, smallest(components, stages))
     )
     return Need(name, video, tuple(components), resident, least)
 

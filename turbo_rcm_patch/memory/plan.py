@@ -256,8 +256,8 @@ def _why_not(
 ) -> str:
     """Return what is missing, and the settings nearest to these that fit."""
     placement = smallest(components, stages)
-    worst = max(stages, key=lambda stage: placement.peak(components, stage))
-    needed = placement.peak(components, worst)
+    worst = max(stages, key=lambda stage: placement.room(components, stage))
+    needed = placement.room(components, worst)
     text = (
         f"{video} take at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
         f"{in_gb(budget + CONTEXT)} GB are given."

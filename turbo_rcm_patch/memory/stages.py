@@ -22,12 +22,13 @@ from ..patching.families.vae.chunks import (
     unpatched_encoding_bytes,
 )
 from ..patching.families.vae.sizes import latent_size
-from ..patching.text_encoder import has_graphs
+from ..patching.text_encoder import has_graphs, runs_lean
 from ..patching.weights.convert import quantized_linears
 from ..plain import is_lora_layer
 from . import sound
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
+BESIDE_BLOCKS = 100 * 10**6  # bytes of latents, prompts and workspaces in a step; H200 runs measured 80 to 120 MB
 FP32_BYTES = 4
 
 
@@ -98,7 +99,7 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
     for name, model in models.items():
         if family_of(model) is not None:
             in_blocks, after_blocks = denoising_bytes(name, patched, video)
-            yield Stage("denoising", (name,), in_blocks, after_blocks=after_blocks)
+            yield Stage("denoising", (name,), in_blocks + BESIDE_BLOCKS, after_blocks=after_blocks)
     if vae is not None:
         size_of = partial(decoding_bytes, vae, *video, in_8_bits=patched.config.vae == VAE_8BIT)
         decoding = [size_of(in_tiles=tiles) for tiles in (False, True)]
@@ -204,7 +205,11 @@ def encoder_bytes(encoder: nn.Module, tokens: int) -> int:
     wide = getattr(config, "d_ff", None) or getattr(config, "intermediate_size", 4 * config.hidden_size)
     itemsize = next(encoder.parameters()).itemsize
     scores = config.num_attention_heads * tokens**2
-    stored = (linear.weight.numel() for linear in quantized_linears(encoder))
-    weight = max(stored, default=0) * itemsize  # in the model's dtype while its linear runs
+    if runs_lean(encoder):  # the bias of positions, with the mask added, or the feed-forward
+        stored = (linear.weight.numel() for linear in quantized_linears(encoder))
+        attention = 6 * tokens * config.hidden_size + 2 * scores
+        feed_forward = tokens * (2 * config.hidden_size + 4 * wide)
+        # A weight is in the model's dtype while its linear runs.
+        return (max(stored, default=0) + max(attention, feed_forward)) * itemsize
     # The attention's scores, with the bias of positions, in the model's dtype and in fp32 for the softmax.
-    return weight + tokens * (6 * config.hidden_size + 3 * wide) * itemsize + scores * (3 * itemsize + 2 * FP32_BYTES)
+    return tokens * (6 * config.hidden_size + 3 * wide) * itemsize + scores * (3 * itemsize + 2 * FP32_BYTES)

@@ -7,6 +7,6 @@ graph.py      the forward as CUDA graphs
 kept.py       the embeddings of the last prompts
 """
 
-from .apply import TextEncoderPatch, has_graphs, patch_text_encoder
+from .apply import TextEncoderPatch, has_graphs, patch_text_encoder, runs_lean
 
-__all__ = ["TextEncoderPatch", "has_graphs", "patch_text_encoder"]
+__all__ = ["TextEncoderPatch", "has_graphs", "patch_text_encoder", "runs_lean"]

@@ -159,6 +159,11 @@ def linears_to_store(encoder: nn.Module) -> list[nn.Linear]:
     return [linear for linear in linears if id(linear.weight) not in shared]
 
 
+def runs_lean(encoder: nn.Module) -> bool:
+    """True if an encoder is patched: its attention then keeps no scores."""
+    return KEPT in vars(encoder)
+
+
 def has_graphs(encoder: nn.Module) -> bool:
     """True if an encoder is patched to run as CUDA graphs."""
     return vars(encoder).get(GRAPHS) is not None

@@ -35,13 +35,14 @@ def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
 
     In the self-attention these are the residual and q, k and v before and after their norm, or in 8 bits, or for
     sparse-linear attention in both. In the feed-forward they are the block's input, the residual, the normed and the
-    wide tensor. wide: bytes of a value in the model's dtype.
+    wide tensor. The rotary embeddings are there in every block. wide: bytes of a value in the model's dtype.
     """
     C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"]
+    rotary = 2 * FP32_BYTES * config["attention_head_dim"]
     if tier == EXACT:
-        return wide * max(6 * C, 3 * C + ffn)
+        return wide * max(6 * C, 3 * C + ffn) + rotary
     attention = 4 * wide + 3 if tier == QUANTIZED else max(6 * wide, 5 * wide + 3)
-    return max(attention * C, (2 * wide + 1) * C + ffn)
+    return max(attention * C, (2 * wide + 1) * C + ffn) + rotary
 
 
 def bytes_per_timestep(config: Mapping[str, object], wide: int) -> int:
