@@ -71,7 +71,9 @@ def main(argv: list[str] | None = None) -> int:
         vae.float()  # bf16 takes many times as long there
     rows = []
     for work in options.work:
-        rows += rows_of(vae, work, size, options.repeats)
+        for row in rows_of(vae, work, size, options.repeats):
+            print(f"{work}, {row['variant']}: {row['seconds']:.3f} s", flush=True)
+            rows.append(row)
     print(table([HEADER, *cells(rows)]))
     if options.json is not None:
         names = ("height", "width", "num_frames")
