@@ -337,3 +337,11 @@ def test_an_image_for_a_text_to_video_model_is_refused(capsys, monkeypatch, save
     monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
     message = error_of(capsys, "verify", "--model", saved_models / "t2v", "--image", __file__, *TINY)
     assert "is a text-to-video model; leave --image out" in message
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_word():
+    code = "from turbo_rcm_patch.cli.errors import exit_code; raise SystemExit(exit_code('x', lambda: print('line')))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -38,13 +39,18 @@ def why_not_loaded(error: Exception) -> str:
 def exit_code(name: str, run: Callable[[], int]) -> int:
     """Return what ``run()`` returns, or 2 after a CommandError, which is printed after the program's name."""
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has left, as in `turbo-rcm info | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes an error at the end
+        return 1
 
 
 @contextlib.contextmanager
