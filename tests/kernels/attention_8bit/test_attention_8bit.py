@@ -15,14 +15,9 @@ from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import quantize_qkv
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.quantized import FP8
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 SHAPES = [(1, 1, 1, 64), (2, 63, 3, 64), (1, 129, 2, 128), (2, 200, 1, 128)]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["first choice", "portable"])

@@ -13,15 +13,10 @@ from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import KEY_GROUP, quant
 from turbo_rcm_patch.kernels.attention_8bit.spec import default_v_format
 from turbo_rcm_patch.kernels.quantized import FP8
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 # B, S, heads, head_dim: one token, lengths around groups of keys, heads that fill a power of two and that do not.
 SHAPES = [(1, 1, 1, 64), (2, 63, 3, 64), (1, 129, 5, 128), (2, 128, 2, 128)]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def projections(device, dtype, batch, tokens, heads, head_dim):

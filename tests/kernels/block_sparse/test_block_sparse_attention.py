@@ -22,6 +22,8 @@ from turbo_rcm_patch.kernels.block_sparse import block_sparse_reference as defin
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.quantized import FP8
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 # B, S, H, D, queries and keys of a block, mass. In order: one token, a last block that is cut, all blocks, whole
 # blocks.
 SHAPES = [
@@ -31,13 +33,6 @@ SHAPES = [
     (1, 150, 1, 64, 64, 64, 1.0),
     (1, 192, 2, 64, 64, 64, 0.4),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(device, dtype, B, S, H, D):

@@ -15,6 +15,8 @@ from turbo_rcm_patch.kernels.conv.conv_8bit import (
 )
 from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 # B, T, H, W, C, N, kt. Boxes of one row and of several, a tail of columns, a rest of channels.
 SIZES = {
     "one pixel": (1, 1, 1, 1, 16, 16, 3),
@@ -27,13 +29,6 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def _references_without_tf32(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def launch(op, name="Triton"):

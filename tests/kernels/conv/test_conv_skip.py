@@ -10,6 +10,8 @@ from turbo_rcm_patch.kernels import conv_skip, reference
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.conv import conv_portable
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 packer = sys.modules["turbo_rcm_patch.kernels.conv.conv_weight"]
 
 # B, T, H, W, C, N, kt, kh. C = 3 and 12 are read through pointers, multiples of 8 by TMA if the GPU has it.
@@ -31,13 +33,6 @@ SIZES = {
     "eight frames, two samples, no window in the plane": (2, 8, 3, 5, 16, 5, 3, 1),
 }
 CHANGES = {"plain": (False, 1), "upsampled and interleaved": (True, 2)}
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def operands(B, T, H, W, C, N, kt, kh, device="cpu", dtype=torch.float32, upsample=False, interleave=1):

@@ -20,15 +20,10 @@ from turbo_rcm_patch.kernels import (
 )
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 gemm = sys.modules["turbo_rcm_patch.kernels.linear.gemm_portable"]
 SHAPES = [((1, 1), 5, 3), ((2, 7), 40, 48), ((63,), 130, 33), ((2, 1, 65), 96, 144), ((), 8, 16)]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def check(a, weight, bias, dtype):

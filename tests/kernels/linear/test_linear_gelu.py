@@ -8,14 +8,10 @@ from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.quantized import LARGEST, Quantized, round_to
 
 # The interpreter says that exp overflowed; the kernel divides by the infinity on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.usefixtures("uninitialised_memory_is_nan"),
+]
 
 
 def operands(*lead, C, K, device="cpu", dtype=torch.float32):

@@ -13,6 +13,8 @@ from turbo_rcm_patch.kernels import INT8, Runs, linear_skip, reference
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.coefficient import canonical_coefficient
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 gemm = sys.modules["turbo_rcm_patch.kernels.linear.gemm_portable"]
 
 # (B, S, C, K): K = 24 is read through descriptors where the GPU has TMA, an odd K through pointers.
@@ -27,13 +29,6 @@ SKIPS = {
     "row": lambda B, S, C: (torch.randn(1, S, 1), torch.randn(B, S, 1)),
     "token": lambda B, S, C: (torch.randn(B, S, C), torch.randn(B, S, C)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def operands(B, S, C, K, device="cpu", dtype=torch.float32):

@@ -28,14 +28,10 @@ from turbo_rcm_patch.kernels.quantized import LARGEST
 gemm = sys.modules["turbo_rcm_patch.kernels.linear.gemm_portable"]
 # batch, tokens, N, K, R: tails of everything, a rank below a step and beyond one, and what TMA can read.
 SHAPES = [(1, 1, 5, 3, 1), (2, 37, 40, 24, 72), (1, 130, 96, 48, 64)]
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # exp in the GELU, divided by on purpose
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered"),  # exp in the GELU, divided by on purpose
+    pytest.mark.usefixtures("uninitialised_memory_is_nan"),
+]
 
 
 def operands(B, S, N, K, R, *, weights=1, device="cpu", dtype=torch.float32):

@@ -7,14 +7,10 @@ from turbo_rcm_patch.kernels import gelu, reference
 from turbo_rcm_patch.kernels.rows.gelu import BLOCK
 
 # The interpreter says that exp overflowed; the kernel divides by the infinity on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.usefixtures("uninitialised_memory_is_nan"),
+]
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 63, 67), (BLOCK,), (1, BLOCK + 1), ()])

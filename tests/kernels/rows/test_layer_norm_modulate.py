@@ -7,6 +7,8 @@ from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import INT8, Runs, layer_norm_modulate, reference
 from turbo_rcm_patch.kernels.quantized import quantize_reference
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 SHAPES = [(1, 1, 5), (2, 7, 24), (3, 63, 33), (1, 129, 96), (2, 2, 5120)]
 MODULATIONS = {
     "none": None,
@@ -15,13 +17,6 @@ MODULATIONS = {
     "sample, kept dimension": lambda B, S, C: (B, 1, C),
     "token": lambda B, S, C: (B, S, C),
 }
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def check(x, weight=None, bias=None, scale=None, shift=None, eps=1e-6, centred=True):

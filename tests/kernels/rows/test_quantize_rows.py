@@ -6,14 +6,9 @@ from tests.oracle import DTYPES, torch_device
 from turbo_rcm_patch.kernels import INT8, quantize_rows
 from turbo_rcm_patch.kernels.quantized import LARGEST, quantize_reference
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 SHAPES = [(1, 1), (5,), (2, 7, 24), (63, 33), (129, 1536), (3, 5120)]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def formats(device):

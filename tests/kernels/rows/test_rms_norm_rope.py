@@ -5,15 +5,10 @@ from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rot
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import reference, rms_norm_rope
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 # (B, S, heads, head_dim)
 SHAPES = [(1, 1, 1, 2), (2, 7, 3, 12), (1, 129, 2, 32), (2, 3, 12, 128), (1, 2, 40, 128)]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def angles(S, head_dim, device="cpu"):

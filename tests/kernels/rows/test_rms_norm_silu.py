@@ -6,15 +6,10 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import reference, rms_norm_silu
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 # (B, T, H, W, C)
 SHAPES = [(1, 1, 1, 1, 1), (2, 3, 2, 5, 3), (1, 2, 7, 3, 100), (2, 1, 3, 3, 96), (1, 2, 2, 3, 192), (1, 1, 2, 5, 1024)]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def operands(shape, dtype, device):

@@ -14,6 +14,8 @@ from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.kernels.quantized import FP8
 from turbo_rcm_patch.kernels.sparse_linear import sparse_linear_reference as definition
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 # B, S, H, D, queries and keys of a block, blocks kept. There are one token, a last block that is cut (with one key and
 # with more), all blocks kept, and whole blocks.
 SHAPES = [
@@ -23,13 +25,6 @@ SHAPES = [
     (1, 150, 2, 64, 64, 64, 3),
     (1, 256, 1, 64, 128, 128, 1),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(device, dtype, B, S, H, D):

@@ -13,15 +13,10 @@ from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import (
     _summarize_keys,
 )
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 # B, S, H, D, tokens of a block: one token, one block of one token more than whole ones, more blocks than programs.
 SHAPES = [(1, 1, 1, 64, 64), (2, 65, 3, 64, 64), (1, 200, 2, 128, 128), (1, 570, 1, 64, 64)]
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def keys_and_values(device, dtype, B, S, H, D):
