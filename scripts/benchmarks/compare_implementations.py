@@ -1,6 +1,6 @@
-"""Time the attention modules against each other, after checking each against fp64: latency, error, memory, traffic.
+"""Time the attention modules against each other, after checking each against fp64: latency, error, memory.
 
-    python scripts/benchmarks/compare_implementations.py --json modules.json --csv modules.csv --plot speedups.png
+    python scripts/benchmarks/compare_implementations.py --json modules.json
     python scripts/benchmarks/compare_implementations.py --sizes 4x2048x768 --dtypes bfloat16
 
 Sizes are BxNxC: samples, tokens, channels, in heads of 64 channels. Exits with 1 if an implementation was refused
@@ -10,25 +10,17 @@ because it is wrong. An implementation slower than two_pass is not an error.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
-from scripts.benchmarks.implementations import (
-    DTYPES,
-    MODES,
-    REFUSED,
-    ImplementationResults,
-    Row,
-    benchmark_all_implementations,
-)
-from scripts.benchmarks.report import implementations_table, plot_implementations
-from turbo_rcm_patch.cli.files import csv_file, json_file, plot_file, replacing, write_json
+from scripts.benchmarks.implementations import DTYPES, MODES, REFUSED, benchmark_all_implementations
+from scripts.benchmarks.report import implementations_table
+from turbo_rcm_patch.cli.files import json_file, write_json
 
 SIZES = "4x512x512", "8x1024x512", "16x2048x768", "4x1024x768", "4x2048x768", "4x4096x768", "4x8192x768"
 HEAD_DIM = 64
@@ -45,23 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         print(implementations_table(one), flush=True)
         results.append(one)
     merged = replace(results[0], rows=tuple(row for one in results for row in one.rows))
-    if options.csv is not None:
-        write_csv(options.csv, merged)
     if options.json is not None:
         write_json(options.json, merged.to_dict())
-    if options.plot is not None:
-        with replacing(options.plot) as temporary:
-            plot_implementations(merged, temporary)
     return int(any(row.status == REFUSED for row in merged.rows))
-
-
-def write_csv(path: Path, results: ImplementationResults) -> None:
-    """Write the rows, with the GPU and torch's version in front."""
-    origin = {"gpu": results.environment.gpu or results.environment.cpu, "torch": results.environment.torch}
-    with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*origin, *(field.name for field in fields(Row))])
-        writer.writeheader()
-        writer.writerows({**origin, **asdict(row)} for row in results.rows)
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
@@ -72,9 +50,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10, help="timed calls of each (default 10)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU where there is one")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--csv", type=csv_file, help="write the rows")
     parser.add_argument("--json", type=json_file, help="write the rows with the GPU and versions")
-    parser.add_argument("--plot", type=plot_file, help="draw the speed-ups (needs matplotlib)")
     options = parser.parse_args(argv)
     if options.repeats < 2:
         parser.error(f"--repeats {options.repeats}: quartiles need at least 2.")

@@ -44,12 +44,12 @@ class MeasurementError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelTraffic:
-    """One launch of a kernel: bytes read from and written to DRAM, and its seconds, or None if nothing ran."""
+    """One launch of a kernel: bytes read from and written to DRAM, and its seconds."""
 
     name: str
     read: int
     written: int
-    seconds: float | None = None
+    seconds: float
 
 
 def why_not() -> str | None:

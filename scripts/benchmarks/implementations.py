@@ -25,8 +25,6 @@ from turbo_rcm_patch.kernels.dispatch import why_not_triton_on
 from turbo_rcm_patch.modules import FusedRCMAttention, TorchFusedRCMAttention, TwoPassRCMAttention
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED, ErrorLimits
 
-from .traffic_from_shapes import count_call
-
 FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
 MODES = (FORWARD, FORWARD_BACKWARD)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -93,7 +91,6 @@ class Row:
     output_error, input_gradient_error: relative L2 against the fp64 oracle in the worst sample;
     weight_gradient_error: in the worst of the weights and biases.
     peak_memory: bytes that one call allocates at most beside its inputs and weights; only on a GPU.
-    dram_read, dram_written: bytes of a forward by its tensors' shapes (traffic_from_shapes.py), nothing of a backward.
     """
 
     B: int
@@ -112,8 +109,6 @@ class Row:
     input_gradient_error: float | None = None
     weight_gradient_error: float | None = None
     peak_memory: int | None = None
-    dram_read: int | None = None
-    dram_written: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ class ImplementationResults:
     rows: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Return a dictionary for ``json.dump``: times in seconds, memory and traffic in bytes."""
+        """Return a dictionary for ``json.dump``: times in seconds, memory in bytes."""
         return asdict(self)
 
 
@@ -235,7 +230,6 @@ def _benchmark(problem: Problem, dtype: str, modes: Sequence[str], repeats: int,
     if compile_rivals:
         torch.compiler.reset()  # sizes, dtypes and modes would run into the limit of recompilations
     modules = {name: _build(name, problem) for name in IMPLEMENTATIONS if name not in impossible}
-    traffic = {name: _traffic(name, problem) for name in modules} if FORWARD in modes else {}
     expected = oracle(problem)
     for mode in modes:
         left_out = impossible if mode == FORWARD else {TRITON_QUANTIZED: NO_BACKWARD, **impossible}
@@ -246,8 +240,7 @@ def _benchmark(problem: Problem, dtype: str, modes: Sequence[str], repeats: int,
             if name in left_out:
                 yield replace(row, status=LEFT_OUT, note=left_out[name])
             else:
-                counted = traffic[name] if mode == FORWARD else {}
-                yield replace(row, **measured[name], **counted)
+                yield replace(row, **measured[name])
 
 
 def _why_left_out(name: str, problem: Problem, compile_rivals: bool) -> str | None:
@@ -288,14 +281,6 @@ def _build_eager(implementation: Implementation, problem: Problem) -> torch.nn.M
     module = implementation.module_class(problem.x.shape[-1], problem.num_heads, **implementation.options)
     module.to(problem.x.device, problem.x.dtype).load_state_dict(problem.weights)
     return module
-
-
-def _traffic(name: str, problem: Problem) -> dict[str, int]:
-    """Return the row's fields."""
-    implementation = IMPLEMENTATIONS[name]
-    module = _build_eager(implementation, problem)
-    ops = count_call(module, (problem.x.detach(), problem.timestep), {}, implementation.compiled)
-    return {"dram_read": sum(op.read for op in ops), "dram_written": sum(op.written for op in ops)}
 
 
 def _step(module: torch.nn.Module, problem: Problem, mode: str) -> Step:

@@ -1,17 +1,16 @@
 """DRAM bytes that each implementation moves, kernel by kernel, from Nsight Compute's counters.
 
-    python scripts/benchmarks/profile_hbm.py --batch 32 --seq 2048 --dim 512 --json attention.json --plot attention.png
+    python scripts/benchmarks/profile_hbm.py --batch 32 --seq 2048 --dim 512 --json attention.json
     python scripts/benchmarks/profile_hbm.py --wan-block 1.3b
 
-Without a GPU, without ncu or without the permission to read counters, the bytes are counted from shapes instead, and
-labelled so. Exits with 1 if an implementation is refused because it is less accurate than the first.
+Exits with 1 if an implementation is refused because it is less accurate than the first, or if the counters cannot be
+read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,16 +19,11 @@ from pathlib import Path
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # the Triton ops cannot be traced on the CPU otherwise
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.benchmarks import dram
-from scripts.benchmarks.report import plot_traffic, traffic_table, traffic_totals_table
+from scripts.benchmarks.report import traffic_table, traffic_totals_table
 from scripts.benchmarks.traffic import (
-    COUNTERS,
-    SHAPES,
     AttentionCase,
     Case,
     Check,
@@ -37,11 +31,10 @@ from scripts.benchmarks.traffic import (
     TrafficReport,
     WanBlockCase,
     check_and_profile,
-    count,
     join,
 )
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.cli.files import json_file, plot_file, replacing, write_json
+from turbo_rcm_patch.cli.files import json_file, write_json
 
 WAN_BLOCKS = {"1.3b": "wan2.1-1.3b", "14b": "wan2.1-14b", "tiny": "tiny"}
 PASS_LIMITS = {"1.3b": 60}  # of the patched block
@@ -54,35 +47,24 @@ def main(argv: list[str] | None = None) -> int:
     if options.profiled is not None:
         write_json(options.profiled, {"checks": [asdict(c) for c in check_and_profile(case, torch.device("cuda"))]})
         return 0
-    report = make_report(case, argv)
+    if (reason := dram.why_not()) is not None:
+        sys.exit(f"no counters are read: {reason}.")
+    print(*(f"{name} {value}" for name, value in case.settings.items()), sep=", ")
+    try:
+        measured = measure(case, argv)
+    except dram.MeasurementError as error:
+        sys.exit(f"no counters are read: {error}.")
+    report = TrafficReport(case.settings, describe_environment("cuda"), measured)
     print(traffic_table(report), traffic_totals_table(report), sep="\n\n")
-    if report.source == SHAPES:
-        print("\nCounted from shapes, not measured: every kernel reads and writes each of its tensors once.")
     if options.wan_block in PASS_LIMITS:
         print(_verdict(report, PASS_LIMITS[options.wan_block]))
     if options.json is not None:
         write_json(options.json, report.to_dict())
-    if options.plot is not None:
-        with replacing(options.plot) as temporary:
-            plot_traffic(report, temporary)
     return int(any(one.refused is not None for one in report.implementations))
 
 
-def make_report(case: Case, argv: Sequence[str]) -> TrafficReport:
-    """Return the traffic: measured by a second run under the profiler or, if that fails, counted from shapes."""
-    print(*(f"{name} {value}" for name, value in case.settings.items()), sep=", ")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reason = dram.why_not()
-    if reason is None:
-        try:
-            return TrafficReport(case.settings, COUNTERS, describe_environment(device), measure(case, argv))
-        except dram.MeasurementError as error:
-            reason = str(error)
-    print(f"no counters are read: {reason}.\n")
-    return TrafficReport(case.settings, SHAPES, describe_environment(device), count(case, device))
-
-
 def measure(case: Case, argv: Sequence[str]) -> tuple[ImplementationTraffic, ...]:
+    """Return the traffic that a second run of this script has under the profiler."""
     with tempfile.TemporaryDirectory() as folder:
         checks = Path(folder) / "checks.json"
         ranges = dram.measure([sys.executable, __file__, *argv, "--profiled", str(checks)])
@@ -94,8 +76,7 @@ def _verdict(report: TrafficReport, limit: int) -> str:
     if patched.refused is not None:
         return f"{patched.name} was refused, so that its passes are unknown; at most {limit} are asked for."
     passes = report.passes(patched)
-    verb = "moves" if report.source == COUNTERS else "would move, by its shapes,"
-    return f"{patched.name} {verb} {passes:.1f} passes, {'within' if passes <= limit else 'OVER'} the {limit} asked for"
+    return f"{patched.name} moves {passes:.1f} passes, {'within' if passes <= limit else 'OVER'} the {limit} asked for"
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -106,11 +87,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, help="default: dim / 64")
     parser.add_argument("--wan-block", choices=WAN_BLOCKS, help="a block of this Wan 2.1 model instead")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
-    parser.add_argument(
-        "--plot",
-        type=plot_file,
-        help="write a bar chart (.png, .svg or .pdf; needs matplotlib)",
-    )
     parser.add_argument("--profiled", type=Path, help=argparse.SUPPRESS)  # this process runs under the profiler
     options = parser.parse_args(argv)
     if options.wan_block and any(getattr(options, name) is not None for name in ("batch", "seq", "dim", "heads")):

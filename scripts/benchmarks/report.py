@@ -1,4 +1,4 @@
-"""Print ops, attention modules and DRAM traffic as tables; plot the last two."""
+"""Print ops, attention modules and DRAM traffic as tables."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
-
-import numpy as np
 
 from turbo_rcm_patch.bench.ops import OpResult
 from turbo_rcm_patch.tables import table
 
 from .dram import KernelTraffic
-from .implementations import LEFT_OUT, OK, REFUSED, ImplementationResults, Row
-from .traffic import COUNTERS, ImplementationTraffic, TrafficReport
+from .implementations import OK, REFUSED, ImplementationResults, Row
+from .traffic import ImplementationTraffic, TrafficReport
 
 _FIGURES = ["count", "read, MB", "written, MB", "passes", "ms"]
 _SMALL = 0.005  # passes of kernels that share a line
@@ -58,17 +55,14 @@ def _format_speedups(result: OpResult) -> str:
 
 def implementations_table(results: ImplementationResults) -> str:
     """Return one line per implementation, by size, dtype and mode, then what the columns are and why some are empty."""
-    cells = [["", "implementation", "ms", "speed-up", "output error", "gradient error", "peak MiB", "DRAM MB"]]
+    cells = [["", "implementation", "ms", "speed-up", "output error", "gradient error", "peak MiB"]]
     group = None
     for row in results.rows:
         label = _group(row)
         cells.append(["" if label == group else label, row.implementation, *_implementation_cells(row)])
         group = label
     notes = dict.fromkeys(_note(row) for row in results.rows if row.note)
-    legend = (
-        f"ms: median of {results.repeats} {results.timing}; speed-up over two_pass; errors: relative L2 to fp64; "
-        "DRAM: what a forward reads and writes, counted from shapes"
-    )
+    legend = f"ms: median of {results.repeats} {results.timing}; speed-up over two_pass; errors: relative L2 to fp64"
     return "\n".join([table(cells), "", legend, *notes])
 
 
@@ -76,7 +70,6 @@ def _implementation_cells(row: Row) -> list[str]:
     def cell(value: float | None, form: str, unit: float = 1) -> str:
         return "-" if value is None else format(value / unit, form)
 
-    traffic = None if row.dram_read is None else row.dram_read + row.dram_written
     gradient_error = None
     if row.input_gradient_error is not None:
         gradient_error = max(row.input_gradient_error, row.weight_gradient_error)
@@ -86,7 +79,6 @@ def _implementation_cells(row: Row) -> list[str]:
         cell(row.output_error, ".1e"),
         cell(gradient_error, ".1e"),
         cell(row.peak_memory, ".1f", 2**20),
-        cell(traffic, ".1f", 1e6),
     ]
 
 
@@ -97,33 +89,6 @@ def _note(row: Row) -> str:
 
 def _group(row: Row) -> str:
     return f"{row.B}x{row.N}x{row.C} {row.dtype} {row.mode}"
-
-
-def plot_implementations(results: ImplementationResults, path: str | Path) -> None:
-    """Draw bars of the speed-ups over two_pass, by size: dtypes down, modes across. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in results.rows if row.status != LEFT_OUT]
-    keys = ("dtype", "mode", "implementation")
-    dtypes, modes, names = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in keys)
-    sizes = list(dict.fromkeys((row.B, row.N, row.C) for row in rows))
-    speedups = {(row.dtype, row.mode, row.implementation, (row.B, row.N, row.C)): row.speedup for row in rows}
-    figure = Figure(figsize=(1.5 + 6 * len(modes), 1 + 3.5 * len(dtypes)), layout="constrained")
-    width = 0.8 / len(names)
-    grid = figure.subplots(len(dtypes), len(modes), squeeze=False)
-    for dtype, line in zip(dtypes, grid, strict=True):
-        for mode, axes in zip(modes, line, strict=True):
-            for index, name in enumerate(names):
-                heights = [speedups.get((dtype, mode, name, size)) or 0 for size in sizes]
-                axes.bar(np.arange(len(sizes)) + index * width, heights, width, label=name)
-            axes.axhline(1, color="black", linewidth=0.8)
-            axes.set_xticks(np.arange(len(sizes)) + 0.4 - width / 2, ["x".join(map(str, size)) for size in sizes])
-            axes.tick_params(axis="x", rotation=30)
-            axes.set_ylabel("speed-up over two_pass")
-            axes.set_title(f"{mode}, {dtype}")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
-    figure.suptitle(results.environment.gpu or f"CPU ({results.environment.cpu})")
-    figure.savefig(path, dpi=150)
 
 
 def traffic_table(report: TrafficReport) -> str:
@@ -145,9 +110,8 @@ def _kernel_rows(implementation: ImplementationTraffic, pass_bytes: int) -> list
 
 def _figures(group: Sequence[KernelTraffic], pass_bytes: int) -> list[str]:
     read, written = (sum(getattr(kernel, which) for kernel in group) for which in ("read", "written"))
-    timed = all(kernel.seconds is not None for kernel in group)
-    milliseconds = f"{1e3 * sum(kernel.seconds for kernel in group):.3f}" if timed else "-"
     megabytes = (f"{read / 1e6:.1f}", f"{written / 1e6:.1f}")
+    milliseconds = f"{1e3 * sum(kernel.seconds for kernel in group):.3f}"
     return [str(len(group)), *megabytes, f"{(read + written) / pass_bytes:.2f}", milliseconds]
 
 
@@ -171,25 +135,6 @@ def traffic_totals_table(report: TrafficReport) -> str:
     for one in measured:
         count, read, written, passes, _ = _figures(one.kernels, report.pass_bytes)
         ratio = f"{report.passes(measured[0]) / report.passes(one):.2f}"
-        rows.append([one.name, count, read, written, passes, ratio, "-" if one.error is None else f"{one.error:.1e}"])
+        rows.append([one.name, count, read, written, passes, ratio, f"{one.error:.1e}"])
     refused = [f"{one.name} refused: {one.refused}" for one in report.implementations if one.refused is not None]
     return "\n".join([table(rows), *refused])
-
-
-def plot_traffic(report: TrafficReport, path: str | Path) -> None:
-    """Draw the passes that each implementation reads and writes as bars. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    shown = [one for one in report.implementations if one.refused is None]
-    names = [one.name for one in shown]
-    read, written = ([getattr(one, which) / report.pass_bytes for one in shown] for which in ("read", "written"))
-    figure = Figure(figsize=(8, 1.5 + 0.6 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, read, label="read", edgecolor="white")
-    axes.barh(names, written, left=read, label="written", edgecolor="white")
-    axes.invert_yaxis()
-    axes.set_xlabel("passes of one [tokens, dim] bf16 tensor")
-    origin = f"measured on {report.environment.gpu}" if report.source == COUNTERS else "counted from shapes"
-    axes.set_title(f"{report.settings['case']}, {report.settings['tokens']}×{report.settings['dim']}: {origin}")
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=150)

@@ -1,8 +1,7 @@
 """DRAM traffic of an attention module and of a Wan block in each implementation.
 
-The implementations run one after the other under Nsight Compute (dram.py), each checked before. If that is not
-possible, their traffic is counted from shapes (traffic_from_shapes.py). A pass is the bytes of one [tokens, dim] tensor
-in bf16.
+The implementations run one after the other under Nsight Compute (dram.py), each checked before. A pass is the bytes of
+one [tokens, dim] tensor in bf16.
 """
 
 from __future__ import annotations
@@ -13,27 +12,21 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import nn
 
-from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import build_pipeline, random_prompt
 from turbo_rcm_patch.bench.environment import Environment
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.oracle import first_call, run_oracle
 from turbo_rcm_patch.config import Exact
-from turbo_rcm_patch.modules.rcm_attention import TwoPassRCMAttention
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.families.wan.cases import CASES
-from turbo_rcm_patch.patching.families.wan.sub_layers import TEXT_TOKENS
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits
 
 from .dram import KernelTraffic, profiled
 from .implementations import IMPLEMENTATIONS, NAIVE_SOFTMAX, draw_problem
-from .traffic_from_shapes import count_call
 
 DTYPE = torch.bfloat16
-COUNTERS, SHAPES = "counters", "shapes"  # where the bytes come from
 TIMESTEP = 500.0
 
 
@@ -62,22 +55,8 @@ class Case(Protocol):
     def build(self, implementation: str, device: torch.device) -> Call:
         """Return the implementation on seeded random weights and inputs, the same for all."""
 
-    def outline(self, implementation: str, device: torch.device) -> Call:
-        """Return the implementation's call on a GPU, to trace and not to run: its tensors may be uninitialised."""
-
-    def is_compiled(self, implementation: str) -> bool:
-        """True if torch.compile compiles it."""
-
     def limits(self, implementation: str) -> ErrorLimits:
         """Return its tier's limits on its error relative to the first implementation's."""
-
-
-class _TwoPassOnGpu(TwoPassRCMAttention):
-    """TwoPassRCMAttention as a GPU runs it: its second pass is one kernel."""
-
-    def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
-        attended = kernels.attention(q, k, v, implementation="torch").flatten(2)
-        return kernels.skip(residual, self.proj(attended), c_skip=c_skip, c_out=c_out, implementation="triton")
 
 
 @dataclass(frozen=True)
@@ -98,23 +77,11 @@ class AttentionCase:
     def build(self, implementation: str, device: torch.device) -> Call:
         chosen = IMPLEMENTATIONS[implementation]
         problem = draw_problem(self.batch, self.seq, self.dim, self.heads, DTYPE, device)
-        module = self._module(chosen.module_class, chosen.options, device)
+        module = chosen.module_class(self.dim, self.heads, **chosen.options).to(device, DTYPE).eval()
         module.load_state_dict(problem.weights)
         if chosen.compiled:
             module.compile(fullgraph=True, dynamic=False)
         return Call(module, (problem.x.detach(), problem.timestep))
-
-    def outline(self, implementation: str, device: torch.device) -> Call:
-        chosen = IMPLEMENTATIONS[implementation]
-        on_gpu = _TwoPassOnGpu if chosen.module_class is TwoPassRCMAttention else chosen.module_class
-        x = torch.empty(self.batch, self.seq, self.dim, dtype=_traced(device), device=device)
-        return Call(self._module(on_gpu, chosen.options, device), (x, torch.empty(self.batch, device=device)))
-
-    def _module(self, module_class: type[nn.Module], options: Mapping[str, object], device: torch.device) -> nn.Module:
-        return module_class(self.dim, self.heads, **options).to(device, _traced(device)).eval()
-
-    def is_compiled(self, implementation: str) -> bool:
-        return IMPLEMENTATIONS[implementation].compiled
 
     def limits(self, implementation: str) -> ErrorLimits:
         return IMPLEMENTATIONS[implementation].limits
@@ -136,21 +103,9 @@ class WanBlockCase:
     def settings(self) -> dict[str, object]:
         case = CASES[self.config]
         size = {name: getattr(case, name) for name in ("height", "width", "frames")}
-        return {"case": "Wan block", "config": self.config, **size, "tokens": self._tokens, "dim": self._dim}
-
-    @property
-    def _tokens(self) -> int:
-        """Return the tokens of latents 4x8x8 times smaller than the video, in patches of 1x2x2."""
-        case = CASES[self.config]
-        return ((case.frames - 1) // 4 + 1) * (case.height // 16) * (case.width // 16)
-
-    @property
-    def _dim(self) -> int:
-        return CASES[self.config].transformer["num_attention_heads"] * self._head_dim
-
-    @property
-    def _head_dim(self) -> int:
-        return CASES[self.config].transformer.get("attention_head_dim", 128)
+        tokens = ((case.frames - 1) // 4 + 1) * (case.height // 16) * (case.width // 16)  # latents 4x8x8 times smaller
+        dim = case.transformer["num_attention_heads"] * case.transformer.get("attention_head_dim", 128)
+        return {"case": "Wan block", "config": self.config, **size, "tokens": tokens, "dim": dim}
 
     def build(self, implementation: str, device: torch.device) -> Call:
         case = CASES[self.config]
@@ -170,44 +125,12 @@ class WanBlockCase:
         if implementation in ("torch_fused", "triton_fused"):
             patch(model, Exact(implementation="torch") if implementation == "torch_fused" else "exact")
         call = Call(block, *first_call(block, lambda: model(latents, torch.tensor([TIMESTEP], device=device), prompt)))
-        if self.is_compiled(implementation):
+        if implementation == "compiled":
             model.compile_repeated_blocks()
         return call
 
-    def outline(self, implementation: str, device: torch.device) -> Call:
-        with torch.device("meta"):
-            model = WanTransformer3DModel(**{**CASES[self.config].transformer, "num_layers": 1}).eval()
-        model.to_empty(device=device)
-        (block,) = model.blocks
-        dtype = _traced(device)
-        block.to(dtype)
-        _drop_dropouts(block)
-        if implementation in ("torch_fused", "triton_fused"):
-            patch(model, Exact(implementation=implementation.removesuffix("_fused")))
-        tokens, dim = self._tokens, self._dim
-        x, text = (torch.empty(1, length, dim, dtype=dtype, device=device) for length in (tokens, TEXT_TOKENS))
-        temb = torch.empty(1, 6, dim, device=device)
-        cos, sin = (torch.empty(1, tokens, 1, self._head_dim, device=device) for _ in range(2))
-        return Call(block, (x, text, temb, (cos, sin)))
-
-    def is_compiled(self, implementation: str) -> bool:
-        return implementation == "compiled"
-
     def limits(self, implementation: str) -> ErrorLimits:
         return EXACT.limits
-
-
-def _traced(device: torch.device) -> torch.dtype:
-    """Return DTYPE, or on the CPU fp16, which has as many bytes: Triton's interpreter takes no bf16."""
-    return torch.float16 if device.type == "cpu" else DTYPE
-
-
-def _drop_dropouts(module: nn.Module) -> None:
-    """Replace dropouts by identities: outside of training they return their input, but a trace gives a new result."""
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if type(child) is nn.Dropout:
-                parent.register_module(name, nn.Identity())
 
 
 @dataclass(frozen=True)
@@ -221,11 +144,11 @@ class Check:
 
 @dataclass(frozen=True)
 class ImplementationTraffic:
-    """The kernels of one forward in the order of their launch. error and refused are None if nothing ran."""
+    """The kernels of one forward in the order of their launch. error, refused: as in `Check`."""
 
     name: str
     kernels: tuple[KernelTraffic, ...]
-    error: float | None = None
+    error: float
     refused: str | None = None
 
     @property
@@ -239,10 +162,9 @@ class ImplementationTraffic:
 
 @dataclass(frozen=True)
 class TrafficReport:
-    """Every implementation of a case; source is COUNTERS or SHAPES."""
+    """Every implementation of a case."""
 
     settings: dict[str, object]
-    source: str
     environment: Environment
     implementations: tuple[ImplementationTraffic, ...]
 
@@ -260,16 +182,6 @@ class TrafficReport:
             known = one.refused is None
             entry |= {"read": one.read, "written": one.written, "passes": self.passes(one)} if known else {}
         return {"pass_bytes": self.pass_bytes, **plain}
-
-
-def count(case: Case, device: torch.device) -> tuple[ImplementationTraffic, ...]:
-    """Return every implementation's traffic by its tensors' shapes. device: where the outlines are built."""
-    counted = []
-    for name in case.implementations:
-        call = case.outline(name, device)
-        kernels_of_call = count_call(call.module, call.args, call.kwargs, case.is_compiled(name))
-        counted.append(ImplementationTraffic(name, tuple(kernels_of_call)))
-    return tuple(counted)
 
 
 def check_and_profile(

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import wave
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,23 +49,9 @@ def check_plot(option: str, path: Path | None) -> None:
 
 
 def json_file(text: str) -> Path:
-    """Return a type for argparse that runs check_output while the options are parsed."""
-    return _checked(check_output, text, (".json",))
-
-
-def csv_file(text: str) -> Path:
-    """Like json_file."""
-    return _checked(check_output, text, (".csv",))
-
-
-def plot_file(text: str) -> Path:
-    """Return the path of a plot. Raises like json_file, by check_plot."""
-    return _checked(check_plot, text)
-
-
-def _checked(check: Callable[..., None], text: str, *more: object) -> Path:
+    """Return the path of a JSON file, as a type for argparse that runs check_output while the options are parsed."""
     try:
-        check("the file", Path(text), *more)
+        check_output("the file", Path(text), (".json",))
     except CommandError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return Path(text)

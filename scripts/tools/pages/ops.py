@@ -12,9 +12,8 @@ from .cells import bold, table_of
 
 OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
 OPS_QUANTIZED_HEADER, OPS_SPARSE_HEADER = (("op, 8 bits", *OPS_HEADER[1:]), ("op, sparse", *OPS_HEADER[1:]))
-TRAFFIC_HEADER = ("what", "implementation", "read, MB", "written, MB", "passes", "source", "rel. L2 to fp32")
+TRAFFIC_HEADER = ("what", "implementation", "read, MB", "written, MB", "passes", "rel. L2 to fp32")
 TESTS_HEADER = ("torch", "triton", "diffusers", "commit", "GPU tests passed", "failed")
-SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
 
 
 def tests_table(tests: list[dict]) -> str:
@@ -209,10 +208,10 @@ def traffic_table(runs: list[dict]) -> str:
             figures = [f"{one[key] / 1e6:.0f}" for key in ("read", "written")] if one["refused"] is None else ["", ""]
             passes = f"{one['passes']:.1f}" if one["refused"] is None else "refused"
             error = "" if one.get("error") is None else f"{one['error']:.1e}"
-            rows.append([label, one["name"], *figures, passes, SOURCES[run["source"]], error])
+            rows.append([label, one["name"], *figures, passes, error])
     return (
-        "Memory traffic of one forward; a pass is one read or write of the [tokens, channels] tensor in bf16:\n\n"
-        + table_of(TRAFFIC_HEADER, rows)
+        "Memory traffic of one forward, measured by Nsight Compute; a pass is one read or write of the [tokens, "
+        "channels] tensor in bf16:\n\n" + table_of(TRAFFIC_HEADER, rows)
     )
 
 

@@ -1,11 +1,8 @@
 """The attention modules against each other, at small sizes: right ones are timed, wrong ones never."""
 
-import csv
 import functools
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -63,14 +60,9 @@ class Wrong(TwoPassRCMAttention):
 
 
 def keep(monkeypatch, *names, **others):
-    """Run only these implementations and others. The traffic, whose traces take long, is not counted."""
+    """Run only these implementations and others."""
     kept = {name: IMPLEMENTATIONS[name] for name in (TWO_PASS, *names)}
     monkeypatch.setattr(implementations, "IMPLEMENTATIONS", {**kept, **others})
-    monkeypatch.setattr(implementations, "_traffic", without_traffic)
-
-
-def without_traffic(name, problem):
-    return {"dram_read": 1, "dram_written": 1}
 
 
 def with_damage(monkeypatch, damage, name=TORCH_FUSED):
@@ -79,8 +71,7 @@ def with_damage(monkeypatch, damage, name=TORCH_FUSED):
     keep(monkeypatch, NAIVE_SOFTMAX, **{name: Implementation(damaged)})
 
 
-def test_all_are_right_and_timed(monkeypatch):
-    monkeypatch.setattr(implementations, "_traffic", without_traffic)
+def test_all_are_right_and_timed():
     results = run()
     assert [(row.mode, row.implementation) for row in results.rows] == [(m, n) for m in MODES for n in IMPLEMENTATIONS]
     for mode in MODES:
@@ -97,20 +88,6 @@ def test_all_are_right_and_timed(monkeypatch):
             gradient_errors = (row.input_gradient_error, row.weight_gradient_error)
             assert gradient_errors == (None, None) if mode == FORWARD else max(gradient_errors) < 1e-5
             assert row.peak_memory is None
-            assert (row.dram_read is None) == (row.dram_written is None) == (mode != FORWARD)
-
-
-def test_traffic_is_that_of_a_forward_counted_from_shapes():
-    problem = draw_problem(2, 96, 128, 2, torch.float16, CPU)
-    names = [name for name in (TORCH_FUSED, NAIVE_SOFTMAX, TRITON_FUSED) if name not in ABSENT]
-    counted = {name: sum(implementations._traffic(name, problem).values()) for name in names}
-    T, S, W = (2 * n for n in (2 * 96 * 128, 2 * 2 * 96 * 96, 128 * 128))  # bytes of activations, scores and weights
-    # Projections, attention, and what follows it: with fp32 between rounding ops, or in one kernel.
-    torch_fused = (4 * T + 3 * W) + 4 * T + (2 * T + W) + 2 * 3 * T + 2 * 4 * T + 6 * T + 3 * T
-    assert counted[TORCH_FUSED] == pytest.approx(torch_fused, rel=0.03)  # biases and coefficients come on top
-    assert counted[NAIVE_SOFTMAX] > counted[TORCH_FUSED] + 4 * S
-    if TRITON_FUSED not in ABSENT:
-        assert counted[TRITON_FUSED] == pytest.approx((4 * T + 3 * W) + 4 * T + (3 * T + W), rel=0.03)
 
 
 @pytest.mark.skipif(not interpreting(), reason="needs the kernels")
@@ -196,7 +173,7 @@ def test_naive_softmax_is_left_out_where_its_scores_do_not_fit(monkeypatch):
     needed = 4 * B * heads * N * N * 4
     monkeypatch.setattr(implementations, "_free_memory", lambda device: needed - 1)
     row = by_name(run(modes=[FORWARD]), FORWARD)[NAIVE_SOFTMAX]
-    assert (row.status, row.latency, row.dram_read) == (LEFT_OUT, None, None)
+    assert (row.status, row.latency) == (LEFT_OUT, None)
     assert "score matrices" in row.note
     monkeypatch.setattr(implementations, "_free_memory", lambda device: needed)
     assert by_name(run(modes=[FORWARD]), FORWARD)[NAIVE_SOFTMAX].status == OK
@@ -236,29 +213,18 @@ def test_bad_arguments():
         run((2, 8, 32, 3))
 
 
-def test_importing_bench_is_light():
-    code = "import sys, turbo_rcm_patch.bench; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_script_writes_table_csv_json_and_plot(tmp_path, monkeypatch, capsys):
+def test_the_script_writes_table_and_json(tmp_path, monkeypatch, capsys):
     keep(monkeypatch, *COMPILED, NAIVE_SOFTMAX)
-    files = {suffix: tmp_path / f"out.{suffix}" for suffix in ("csv", "json", "png")}
+    out = tmp_path / "out.json"
     arguments = ["--sizes", "1x16x64", "2x8x64", "--dtypes", "float32", "--repeats", "2", "--no-compile"]
-    arguments += ["--device", "cpu", "--csv", files["csv"], "--json", files["json"], "--plot", files["png"]]
-    assert script.main([str(argument) for argument in arguments]) == 0
+    assert script.main([*arguments, "--device", "cpu", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "1x16x64 float32 forward+backward" in printed
     assert "2x8x64 float32 forward " in printed
     assert "two_pass_compiled left out: torch.compile is switched off" in printed
-    report = json.loads(files["json"].read_text())
+    report = json.loads(out.read_text())
     assert report["environment"]["torch"] == torch.__version__
     assert len(report["rows"]) == 2 * len(MODES) * len(implementations.IMPLEMENTATIONS)
-    with open(files["csv"], newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["implementation"] for row in rows] == [row["implementation"] for row in report["rows"]]
-    assert float(rows[0]["latency"]) == report["rows"][0]["latency"]
-    assert files["png"].stat().st_size > 1000
 
 
 def test_the_script_fails_where_one_is_wrong(monkeypatch):
@@ -274,7 +240,7 @@ def test_the_script_fails_where_one_is_wrong(monkeypatch):
         (["--sizes", "4x512x100"], "C a multiple of 64"),
         (["--device", "cpu"], "choose small ones with --sizes"),
         (["--sizes", "1x8x64", "--repeats", "1"], "quartiles need at least 2"),
-        (["--sizes", "1x8x64", "--device", "cpu", "--csv", "out.json"], "ending in .csv"),
+        (["--sizes", "1x8x64", "--device", "cpu", "--json", "out.csv"], "ending in .json"),
     ],
 )
 def test_the_script_names_what_is_wrong_with_its_arguments(arguments, message, capsys):

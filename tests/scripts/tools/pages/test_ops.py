@@ -60,16 +60,13 @@ def test_ops_become_a_table_that_marks_what_is_missed():
     assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 |" in table  # ours alone
 
 
-def test_traffic_becomes_a_table_that_names_its_source():
+def test_traffic_becomes_a_table():
     eager = {"name": "eager", "read": 2e9, "written": 1e9, "passes": 30.04, "refused": None, "error": 0.00123}
     refused = {"name": "fused", "refused": "wrong"}
     settings = {"case": "Wan block", "config": "wan2.1-1.3b", "tokens": 10, "dim": 4}
-    run = {"settings": settings, "pass_bytes": 80, "implementations": [eager, refused], "source": "counters"}
-    table = ops.traffic_table([run, {**run, "source": "shapes"}])
-    measured = "measured by Nsight Compute"
-    assert f"| Wan block of wan2.1-1.3b, 10×4 | eager | 2000 | 1000 | 30.0 | {measured} | 1.2e-03 |" in table
-    assert f"|  | fused |  |  | refused | {measured} |  |" in table
-    assert "| 30.0 | counted from shapes | 1.2e-03 |" in table
+    table = ops.traffic_table([{"settings": settings, "pass_bytes": 80, "implementations": [eager, refused]}])
+    assert "| Wan block of wan2.1-1.3b, 10×4 | eager | 2000 | 1000 | 30.0 | 1.2e-03 |" in table
+    assert "|  | fused |  |  | refused |  |" in table
 
 
 def test_implementations_become_a_row_per_size_dtype_and_mode():
