@@ -1,10 +1,12 @@
 """`fit` on LTX-2's pipelines: the same video and sound, all models in the plan, and what guidance costs."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import turbo_rcm_patch as trp
-from tests.tiny_ltx2 import FRAMES, HEIGHT, LTX2_PIPELINES, WIDTH, tiny_ltx2_call, tiny_ltx2_pipeline
+from tests.tiny_ltx2 import CHANNELS, FRAMES, HEIGHT, LTX2_PIPELINES, WIDTH, tiny_ltx2_call, tiny_ltx2_pipeline
 from turbo_rcm_patch.memory import plan as plan_module
 from turbo_rcm_patch.memory import sound
 from turbo_rcm_patch.memory.checks import is_hooked
@@ -119,3 +121,24 @@ def test_a_denoising_step_holds_the_tensors_of_a_block(real_models):
     assert unpatched["denoising, unpatched"].computing > stages["denoising"].computing
     layers = 49 * 1024 * 3840 * 2
     assert stages["text encoding"].computing > 3 * 2 * layers + 1024 * 262208 * 2
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4, 4), (5, 4), (4, 7), (6, 6)])
+def test_a_size_that_diffusers_cannot_decode_in_tiles_is_planned_whole(rows, columns):
+    """Its decoder pads by reflection, for which a last tile of one row or column is too small."""
+    vae = tiny_ltx2_pipeline().vae
+    edge = vae.spatial_compression_ratio
+    vae.enable_tiling(3 * edge, 3 * edge, tile_sample_stride_height=2 * edge, tile_sample_stride_width=2 * edge)
+    latents = torch.zeros(1, CHANNELS, 2, rows, columns)
+    works = rows % 2 == 0 and columns % 2 == 0
+    with nullcontext() if works else pytest.raises(RuntimeError, match="Padding size"):
+        vae.decode(latents, None)
+    size = sound.video_decoding_bytes(vae, rows * edge, columns * edge, 3, in_tiles=True)
+    assert (size is not None) == works
+
+
+def test_480_pixels_of_ltx2_have_no_tiles(real_models):
+    """They are 15 latents, and a tile begins with every 14th."""
+    stages = {s.name: s for s in stages_of(Patched(real_models, trp.Exact()), Video(480, 512, 9))}
+    assert stages["decoding"].in_tiles is None
+    assert stages["decoding"].computing > 0

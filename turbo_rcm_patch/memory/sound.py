@@ -54,9 +54,14 @@ def connecting_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
     return COPIES * samples * prompt_bytes(models)
 
 
-def video_decoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
-    """Return the bytes that diffusers takes to decode a video of this size, with its frames in the VAE's dtype."""
+def video_decoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int | None:
+    """Return the bytes that diffusers takes to decode a video of this size, with its frames in the VAE's dtype.
+
+    None: diffusers cannot decode this size in tiles.
+    """
     size = latent_size(vae.config, height, width, frames)
+    if in_tiles and not _has_tiles(vae, *size[1:]):
+        return None
 
     def run(twin: nn.Module) -> None:
         _set_tiles(twin, vae, in_tiles)
@@ -73,6 +78,15 @@ def video_encoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *
         twin.encode(torch.empty(1, vae.config.in_channels, frames, height, width, dtype=vae.dtype))
 
     return traced_bytes(vae, run, ("encode", height, width, frames, in_tiles, _tiles(vae)))
+
+
+def _has_tiles(vae: nn.Module, height: int, width: int) -> bool:
+    """True if every tile of latents of this size has the two rows and columns that reflecting padding needs."""
+    if vae.config.decoder_spatial_padding_mode != "reflect":
+        return True
+    strides = vae.tile_sample_stride_height, vae.tile_sample_stride_width
+    pairs = zip((height, width), strides, strict=True)
+    return all((size - 1) % (stride // vae.spatial_compression_ratio) for size, stride in pairs)
 
 
 def _tiles(vae: nn.Module) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class Stage(NamedTuple):
     name: for people.
     runs: the models that it runs.
     computing: bytes beside their weights.
-    in_tiles: the same if the VAE works in tiles, or None for a stage without it.
+    in_tiles: the same if the VAE works in tiles, or None for a stage without it, or where it has no tiles.
     within: the bytes that are free -> the same if the decoder takes fewer frames at a time. None: not a decode.
     after_blocks: bytes after the last block, when no block is on the GPU.
     """
@@ -131,8 +131,11 @@ def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
         yield from patched.beside(patched, video)
 
 
-def _whole_and_in_tiles(size_of: Callable[..., int], vae: nn.Module, video: Video, more: int) -> tuple[int, int]:
-    return tuple(size_of(vae, *video, in_tiles=tiles) + more for tiles in (False, True))
+def _whole_and_in_tiles(
+    size_of: Callable[..., int | None], vae: nn.Module, video: Video, more: int
+) -> tuple[int, int | None]:
+    sizes = (size_of(vae, *video, in_tiles=tiles) for tiles in (False, True))
+    return tuple(None if size is None else size + more for size in sizes)
 
 
 def graphs_bytes(models: Mapping[str, nn.Module]) -> int:
