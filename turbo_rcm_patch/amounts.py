@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-z]+)\s*", re.IGNORECASE)
@@ -13,8 +14,8 @@ def parse_amount(amount: str | int) -> int:
 
     Raises ValueError for anything else, TypeError for another type.
     """
-    if type(amount) is int:
-        size = amount
+    if isinstance(amount, Integral) and not isinstance(amount, bool):
+        size = int(amount)
     elif isinstance(amount, str):
         match = _AMOUNT.fullmatch(amount)
         if match is None or match[2].upper() not in _UNITS:
@@ -23,7 +24,9 @@ def parse_amount(amount: str | int) -> int:
             )
         size = round(float(match[1]) * _UNITS[match[2].upper()])
     else:
-        raise TypeError(f"{amount!r} is {type(amount).__name__}; give an amount of memory such as '8 GB', or None.")
+        raise TypeError(
+            f"{amount!r} is {type(amount).__name__}; give an amount such as '8 GB', a whole number of bytes, or None."
+        )
     if size <= 0:
         raise ValueError(f"{amount!r} is no memory at all; give more than 0.")
     if size < _UNITS["MB"]:

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from turbo_rcm_patch.memory import host as host_module
 from turbo_rcm_patch.memory import plan as plan_module
 from turbo_rcm_patch.memory.checks import is_hooked, models_of
 from turbo_rcm_patch.memory.choose import Placement
+from turbo_rcm_patch.memory.empty_models import empty_models
+from turbo_rcm_patch.memory.stages import Patched, Video
 from turbo_rcm_patch.memory.streaming import stop_streaming, stream
 
 SIZE = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES}
@@ -137,9 +140,12 @@ def test_too_little_names_what_is_missing_and_what_fits():
     [
         ({"vram": "8 TB"}, "no amount of memory"),
         ({"vram": None}, "free on a GPU"),
-        ({"height": 33}, "height=33.*16 divides"),
-        ({"width": 0}, "width=0.*16 divides"),
-        ({"num_frames": 80}, "num_frames=80.*multiple of 4"),
+        ({"height": 33}, "height=33; give a multiple of 16, such as 32"),
+        ({"width": 0}, "width=0; give a multiple of 16, such as 16"),
+        ({"width": 48.0}, "width=48.0; give a multiple of 16"),
+        ({"num_frames": 80}, "num_frames=80; give 4k[+]1, such as 81"),
+        ({"num_frames": None}, "num_frames=None; give 4k[+]1, such as 81"),
+        ({"device": "meta"}, "device='meta'; give a GPU"),
         ({"config": "fast"}, "fast"),
     ],
 )
@@ -148,6 +154,41 @@ def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         fit_on_the_cpu(pipe, **options)
     assert not hooks_of(pipe)
+
+
+def test_sizes_as_numpys_integers():
+    sizes = (numpy.int64(SIZE[name]) for name in SIZE)
+    plan = fit_on_the_cpu(tiny_wan_pipeline(), numpy.int64(10**10), **dict(zip(SIZE, sizes, strict=True)))
+    assert list(map(type, plan.video)) == [int] * 3
+    assert type(plan.budget) is int
+
+
+def test_the_nearest_setting_may_differ_in_all_that_counts():
+    patched = Patched(empty_models("wan2.1-14b"), trp.Exact())
+    for video, gigabytes, nearest in (
+        (Video(720, 1280, 81), 8, "It fits with the preset 'quantized'."),
+        (Video(1280, 720, 81), 6, "It fits with height=832, width=480."),
+        (Video(480, 832, 10**6 + 1), 8, "It fits with num_frames=161."),
+        (Video(8192, 8192, 401), 5, "It fits with height=480, width=832 and num_frames="),
+    ):
+        with pytest.raises(trp.DoesNotFit) as caught:
+            plan_module.plan_for(patched, video, gigabytes * 10**9 - plan_module.CONTEXT)
+        assert nearest in str(caught.value)
+
+
+def test_undo_goes_on_where_it_failed(everything_streams):
+    pipe = tiny_wan_pipeline()
+    failing = [torch.OutOfMemoryError("the card is full"), None]
+    with mock.patch.object(pipe.text_encoder, "to", side_effect=failing) as back:
+        plan = fit_on_the_cpu(pipe)
+        with pytest.raises(torch.OutOfMemoryError):
+            plan.undo()
+        with pytest.raises(ValueError, match="is in a plan of fit already"):
+            fit_on_the_cpu(pipe)
+        plan.undo()
+    assert back.call_count == 2
+    assert not hooks_of(pipe)
+    fit_on_the_cpu(pipe)
 
 
 def test_more_memory_than_the_card_has(monkeypatch):
@@ -207,6 +248,10 @@ def test_what_cannot_be_planned():
     pipe = tiny_wan_pipeline()
     pipe.vae.to("meta")
     with pytest.raises(ValueError, match="vae has weights on the meta device, without values; load them first"):
+        fit_on_the_cpu(pipe)
+    pipe = tiny_wan_pipeline()
+    pipe.text_encoder = torch.compile(pipe.text_encoder)
+    with pytest.raises(ValueError, match=r"text_encoder is compiled; set pipe\.text_encoder to .*\._orig_mod"):
         fit_on_the_cpu(pipe)
     pipe = tiny_wan_pipeline()
     with trp.patch(pipe), pytest.raises(ValueError, match="leave config out"):

@@ -29,6 +29,8 @@ def models_of(pipe: object) -> dict[str, nn.Module]:
         raise ValueError(f"{kind} is no diffusers pipeline; give the pipeline with its VAE.")
     names = {model: name for name, model in reversed(found.items()) if isinstance(model, nn.Module)}
     models = {name: model for model, name in reversed(names.items())}
+    if (compiled := next((name for name, model in models.items() if hasattr(model, "_orig_mod")), None)) is not None:
+        raise ValueError(f"{compiled} is compiled; set pipe.{compiled} to pipe.{compiled}._orig_mod, then call fit.")
     transformers = [model for name, model in models.items() if name in COMPONENTS]
     if not transformers or not all(map(_is_known, transformers)):
         raise ValueError(f"{kind} has no transformer of a supported family, whose memory is known.")
@@ -65,9 +67,14 @@ def check_size(models: Mapping[str, nn.Module], video: Video) -> None:
     edge, step = edge_of_a_token(models), frames_of_a_latent(models)
     for name, size in (("height", video.height), ("width", video.width)):
         if type(size) is not int or size <= 0 or size % edge:
-            raise ValueError(f"{name}={size!r}; give a whole number of pixels that {edge} divides.")
+            raise ValueError(f"{name}={size!r}; give a multiple of {edge}, such as {_nearest(size, edge)}.")
     if type(video.frames) is not int or video.frames <= 0 or (video.frames - 1) % step:
-        raise ValueError(f"num_frames={video.frames!r}; give a multiple of {step}, and one more.")
+        raise ValueError(f"num_frames={video.frames!r}; give {step}k+1, such as {_nearest(video.frames, step) + 1}.")
+
+
+def _nearest(size: object, step: int) -> int:
+    """Return the largest multiple of a step up to a size, at least one step. A size that is no integer counts as 80."""
+    return max(step, (size if type(size) is int else 80) // step * step)
 
 
 def edge_of_a_token(models: Mapping[str, nn.Module]) -> int:
@@ -89,7 +96,7 @@ def check_movable(models: Mapping[str, nn.Module]) -> None:
         if any(map(is_hooked, model.modules())):
             raise ValueError(
                 f"{name} is offloaded or hooked already; undo that, for example with pipe.remove_all_hooks() after "
-                "enable_model_cpu_offload(), or load it anew, and then call fit."
+                "enable_model_cpu_offload(), or load it anew, and then call fit. Caches are enabled after fit."
             )
         devices = {parameter.device for parameter in model.parameters()}
         if torch.device("meta") in devices:
@@ -105,9 +112,14 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def check_card(vram: str | int | None, device: torch.device) -> None:
-    """Raise ValueError for a GPU that is not there, or for more memory than it has."""
-    if device.type != "cuda":
+    """Raise ValueError for a device that is no GPU of PyTorch's CUDA or ROCm, or not there, or has less memory.
+
+    The CPU is accepted, for tests.
+    """
+    if device.type == "cpu":
         return
+    if device.type != "cuda":
+        raise ValueError(f"device={str(device)!r}; give a GPU, such as 'cuda' or 'cuda:1'.")
     if (device.index or 0) >= (count := torch.cuda.device_count()):
         raise ValueError(f"device={str(device)!r}, but PyTorch finds {counted(count, 'CUDA GPU')}; check the driver.")
     total = torch.cuda.get_device_properties(device).total_memory

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
+from numbers import Integral
 
 import torch
 from diffusers import LTX2Pipeline
@@ -110,8 +113,9 @@ class MemoryPlan:
     def undo(self) -> None:
         """Put all models back where they were, without offloading. Does nothing the second time."""
         while self._undo:
-            function, *arguments = self._undo.pop()
+            function, *arguments = self._undo[-1]
             function(*arguments)
+            self._undo.pop()  # only now, so that a second call goes on where this one failed
 
 
 def _hint_of_8_bits(component: Component) -> str:
@@ -150,7 +154,8 @@ def fit(
         DoesNotFit: no plan fits; the error names what is missing, and a setting that fits.
         ValueError, TypeError: the amount of memory, the size or the pipeline is not one that can be planned.
     """
-    return fit_with(pipe, vram, Video(height, width, num_frames), config, device)
+    size = (int(n) if isinstance(n, Integral) else n for n in (height, width, num_frames))  # NumPy's integers too
+    return fit_with(pipe, vram, Video(*size), config, device)
 
 
 def fit_with(
@@ -262,23 +267,33 @@ def _why_not(
         f"{video} take at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
         f"{in_gb(budget + CONTEXT)} GB are given."
     )
-    fitting = next((line for line, others in _nearest(patched, video) if _fits(*others, budget)), None)
+    fitting = _nearest(patched, video, budget)
     return f"{text} {'No smaller size fits either' if fitting is None else f'It fits with {fitting}'}."
 
 
-def _nearest(patched: Patched, video: Video) -> Iterator[tuple[str, tuple[Patched, Video]]]:
-    """Yield other settings, as words and as arguments, from the nearest on."""
-    small, in_8_bits = Video(480, 832, video.frames), patched.config.in_8_bits("linears")
-    quantized, step = patched._replace(config=Quantized(restorable=False)), frames_of_a_latent(patched.models)
-    if not in_8_bits:
-        yield "the preset 'quantized'", (quantized, video)
-    if small.height * small.width < video.height * video.width:
-        yield "height=480, width=832", (patched, small)
-    shorter = [video._replace(frames=frames) for frames in range(video.frames - step, 0, -step)]
-    for each in shorter:
-        yield f"num_frames={each.frames}", (patched, each)
-    for each in () if in_8_bits else shorter:
-        yield f"the preset 'quantized' and num_frames={each.frames}", (quantized, each)
+def _nearest(patched: Patched, video: Video, budget: int) -> str | None:
+    """Return the setting that fits and is nearest to this one: in 8 bits, then smaller, then shorter. None: none is."""
+    tiers, sizes = [((), patched)], [((), video)]
+    if not patched.config.in_8_bits("linears"):
+        tiers.append((("the preset 'quantized'",), patched._replace(config=Quantized(restorable=False))))
+    height, width = (480, 832) if video.height <= video.width else (832, 480)
+    if height * width < video.height * video.width:
+        sizes.append(((f"height={height}, width={width}",), Video(height, width, video.frames)))
+    settings = [(tier + size, models, of) for (size, of), (tier, models) in product(sizes, tiers)]
+    for words, models, of in settings[1:]:
+        if _fits(models, of, budget):
+            return " and ".join(words)
+    for words, models, of in settings:
+        if (frames := _most_frames(models, of, budget)) is not None:
+            return " and ".join((*words, f"num_frames={frames}"))
+    return None
+
+
+def _most_frames(patched: Patched, video: Video, budget: int) -> int | None:
+    """Return the most frames that fit at a size, below those of a video. None: not even one fits."""
+    fewer = range(1, video.frames, frames_of_a_latent(patched.models))
+    count = bisect(fewer, False, key=lambda frames: not _fits(patched, video._replace(frames=frames), budget))
+    return fewer[count - 1] if count else None
 
 
 def _fits(patched: Patched, video: Video, budget: int) -> bool:
