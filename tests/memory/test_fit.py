@@ -128,7 +128,9 @@ def test_a_plan_before_the_patch_counts_the_patched_weights(tier):
 
 def test_too_little_names_what_is_missing_and_what_fits():
     pipe = tiny_wan_pipeline()
-    with pytest.raises(trp.DoesNotFit, match=r"take at least \d+\.\d\d GB .*0\.61 GB are given\. No smaller size"):
+    with pytest.raises(
+        trp.DoesNotFit, match=r"take at least \d+\.\d\d GB .*0\.61 GB are given\. Not even one frame of 48x32 fits\."
+    ):
         fit_on_the_cpu(pipe, "610 MB")
     with pytest.raises(trp.DoesNotFit, match=r"It fits with num_frames="):
         fit_on_the_cpu(pipe, "1.2 GB", height=480, width=832, num_frames=201)

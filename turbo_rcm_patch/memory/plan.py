@@ -263,16 +263,14 @@ def _why_not(
     placement = smallest(components, stages)
     worst = max(stages, key=lambda stage: placement.room(components, stage))
     needed = placement.room(components, worst)
-    text = (
+    return (
         f"{video} take at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
-        f"{in_gb(budget + CONTEXT)} GB are given."
+        f"{in_gb(budget + CONTEXT)} GB are given. {_nearest(patched, video, budget)}"
     )
-    fitting = _nearest(patched, video, budget)
-    return f"{text} {'No smaller size fits either' if fitting is None else f'It fits with {fitting}'}."
 
 
-def _nearest(patched: Patched, video: Video, budget: int) -> str | None:
-    """Return the setting that fits and is nearest to this one: in 8 bits, then smaller, then shorter. None: none is."""
+def _nearest(patched: Patched, video: Video, budget: int) -> str:
+    """Return a sentence about the setting that fits and is nearest: in 8 bits, then smaller, then shorter."""
     tiers, sizes = [((), patched)], [((), video)]
     if not patched.config.in_8_bits("linears"):
         tiers.append((("the preset 'quantized'",), patched._replace(config=Quantized(restorable=False))))
@@ -282,11 +280,11 @@ def _nearest(patched: Patched, video: Video, budget: int) -> str | None:
     settings = [(tier + size, models, of) for (size, of), (tier, models) in product(sizes, tiers)]
     for words, models, of in settings[1:]:
         if _fits(models, of, budget):
-            return " and ".join(words)
+            return f"It fits with {' and '.join(words)}."
     for words, models, of in settings:
         if (frames := _most_frames(models, of, budget)) is not None:
-            return " and ".join((*words, f"num_frames={frames}"))
-    return None
+            return f"It fits with {' and '.join((*words, f'num_frames={frames}'))}."
+    return f"Not even one frame of {of.width}x{of.height} fits."
 
 
 def _most_frames(patched: Patched, video: Video, budget: int) -> int | None:
