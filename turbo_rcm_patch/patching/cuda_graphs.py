@@ -107,6 +107,10 @@ class Graphs:
             return UNSEEN
         return SEEN if self._recordings[key] is None else RECORDED
 
+    def forget(self) -> None:
+        """Forget all recordings. Wait for nothing: neither for the GPU nor for a thread that waits for it."""
+        self._recordings.clear()
+
     def clear(self) -> None:
         """Forget all recordings and give their memory back."""
         with self._lock:

@@ -14,6 +14,7 @@ from tests.patching.tape import TapeRecorder
 from turbo_rcm_patch.patching import cuda_graphs
 from turbo_rcm_patch.patching.cuda_graphs import Graphs
 from turbo_rcm_patch.patching.families.wan.graph import GRAPHED
+from turbo_rcm_patch.patching.steps.context_parallel import _forget_at_exit as forget_at_exit
 from turbo_rcm_patch.patching.steps.context_parallel import forget_graphs, prepare_graphs
 
 
@@ -29,6 +30,22 @@ def test_graphs_are_gone_before_their_process_group_ends(monkeypatch):
     dist.destroy_process_group(group="group")
     assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
     assert seen == ["cleared", "cleared", "group"]
+
+
+def test_graphs_are_gone_before_the_process_ends(monkeypatch):
+    """After an error nobody destroys the process group. NCCL would then wait for the graphs when the process ends."""
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", TapeRecorder)
+    parallel, others = Graphs(), Graphs()
+    for graphs in (parallel, others):
+        for _ in range(2):
+            graphs.run("key", torch.neg, [torch.ones(2)])
+        monkeypatch.setattr(graphs, "_release_pool", lambda: pytest.fail("this waits for the GPU"))
+    prepare_graphs(parallel)
+    assert (parallel.kept, others.kept) == (1, 1)
+    forget_at_exit()
+    assert (parallel.kept, others.kept) == (0, 1)
 
 
 def test_torch_gets_its_function_back_with_the_last_graphs(monkeypatch):

@@ -6,6 +6,7 @@ them, in 8 bits or sparse too. Another all-to-all takes the output back (Jacobs 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import weakref
@@ -29,6 +30,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 class Clearable(Protocol):
     """CUDA graphs that can be forgotten."""
+
+    def forget(self) -> None:
+        """Forget all recordings. Wait for nothing."""
 
     def clear(self) -> None:
         """Forget all recordings and give their memory back."""
@@ -55,10 +59,11 @@ _using_groups: weakref.WeakSet[Clearable] = weakref.WeakSet()
 def prepare_graphs(graphs: Clearable) -> None:
     """Prepare NCCL and torch.distributed for CUDA graphs with collectives.
 
-    Until `forget_graphs`, torch.distributed.destroy_process_group first clears these graphs, because NCCL would wait
-    for them forever. A reference to that function that was taken before does not clear them. And NCCL_GRAPH_REGISTER is
-    0 unless it is set: else NCCL registers buffers while it records. The ranks wait for each other then, also for one
-    that failed, and memory in expandable segments breaks it (pytorch/pytorch#158029).
+    Until `forget_graphs`, torch.distributed.destroy_process_group first clears these graphs, and the end of the process
+    forgets them, because NCCL would wait for them forever. A reference to that function that was taken before does not
+    clear them. And NCCL_GRAPH_REGISTER is 0 unless it is set: else NCCL registers buffers while it records. The ranks
+    wait for each other then, also for one that failed, and memory in expandable segments breaks it
+    (pytorch/pytorch#158029).
     """
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     _using_groups.add(graphs)
@@ -88,6 +93,13 @@ def _clear_then(destroy: Callable[..., None], *args: object, **kwargs: object) -
     for graphs in list(_using_groups):
         graphs.clear()
     destroy(*args, **kwargs)
+
+
+@atexit.register
+def _forget_at_exit() -> None:
+    """Forget graphs before NCCL ends with the process, for example after an error: else the process would never end."""
+    for graphs in list(_using_groups):
+        graphs.forget()
 
 
 def check_heads(parallel_config: ParallelConfig, heads: int) -> None:
