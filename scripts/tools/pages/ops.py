@@ -163,21 +163,14 @@ def _each(errors: Sequence[float | None]) -> str:
     return " / ".join(f"{error:.1e}" for error in errors if error is not None)
 
 
-def sparse_attention_sentence(runs: dict) -> str | None:
+def sparse_attention_sentence(runs: dict) -> str:
     """Return the write-up's sentence that compares the whole sparse attention with dense ones, timed in turns.
 
-    Return None if a row is missing or was refused.
+    It is about the first sizes of the sparse attention.
     """
-    pairs = {}  # the sparse and the quantized tier's rows, by the sizes
-    for run, op in (("ops-sparse", "norms_sparse_linear_attention"), ("ops-quantized", "norms_attention_8bit")):
-        for result in runs.get(run, {"results": ()})["results"]:
-            name, sizes = result["case"].split()
-            if name == op and result["best"] is not None:
-                pairs.setdefault(sizes, {})[op] = result
-    both = [(sizes, *found.values()) for sizes, found in pairs.items() if len(found) == 2]
-    if not both:
-        return None
-    sizes, sparse, quantized = both[0]
+    sparse = _row_of(runs["ops-sparse"], "norms_sparse_linear_attention ")
+    sizes = sparse["case"].split()[1]
+    quantized = _row_of(runs["ops-quantized"], f"norms_attention_8bit {sizes}")
     heads, tokens, head_dim = sizes.split("×")
     dense, exact = _milliseconds(sparse, DENSE), _milliseconds(quantized, OURS_EXACT)
     return (
@@ -185,6 +178,10 @@ def sparse_attention_sentence(runs: dict) -> str | None:
         f"beside {_best(quantized)} in 8 bits, and sparse {_best(sparse)} beside {dense} in 8 bits; each pair was "
         "timed in turns.\n"
     )
+
+
+def _row_of(run: dict, case: str) -> dict:
+    return next(result for result in run["results"] if result["case"].startswith(case))
 
 
 def _best(result: dict) -> str:

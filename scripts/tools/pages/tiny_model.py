@@ -93,39 +93,30 @@ def sparse_table(results: dict) -> str:
     )
 
 
-def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_sparse: dict | None = None) -> str | None:
-    """Return the table of the embedded model's accuracy in every tier, or None without a measurement.
+def tiers_table(evaluation: dict, sparse: dict, block_sparse: dict) -> str:
+    """Return the table of the embedded model's accuracy in every tier.
 
     It has a row for each variant, and tells the device and the number of captions. evaluation: from `evaluation_of`.
     sparse, block_sparse: files of this folder.
     """
-    groups = _groups(evaluation, sparse, block_sparse)
-    if not groups:
-        return None
+    of_sparse = [row for row in sparse["results"] if row["variant"] in ("exact", "SLA")]
+    of_block_sparse = [block_sparse["exact"], *block_sparse["variants"]]
+    groups = [
+        (evaluation, _by_variant(evaluation["results"], lambda row: row["variant"])),
+        (sparse, _by_variant(of_sparse, partial(_sparse_name, dtype=_dtype(sparse)))),
+        (block_sparse, _by_variant(of_block_sparse, partial(_block_sparse_name, dtype=_dtype(block_sparse)))),
+    ]
     return (
         "as the share of what the captions ask for that the videos show, in %, with its standard error. The PSNR "
         "compares the frames with the exact tier's, at the largest number of steps:\n\n"
-        + _table_of_groups(groups, "variant").rstrip()
+        + _table_of_groups(groups).rstrip()
     )
 
 
-def _groups(evaluation: dict | None, sparse: dict | None, block_sparse: dict | None) -> list[tuple[dict, dict]]:
-    """Return each measurement with {variant: its results by steps}, over the same captions."""
-    groups = []
-    if evaluation is not None:
-        groups.append((evaluation, _by_variant(evaluation["results"], lambda row: row["variant"])))
-    if sparse is not None:
-        rows = [row for row in sparse["results"] if row["variant"] in ("exact", "SLA")]
-        groups.append((sparse, _by_variant(rows, partial(_sparse_name, dtype=_dtype(sparse)))))
-    if block_sparse is not None:
-        rows = [block_sparse["exact"], *block_sparse["variants"]]
-        groups.append((block_sparse, _by_variant(rows, partial(_block_sparse_name, dtype=_dtype(block_sparse)))))
-    return groups
-
-
-def _table_of_groups(groups: list[tuple[dict, dict]], title: str) -> str:
+def _table_of_groups(groups: list[tuple[dict, dict]]) -> str:
+    """Return a table of measurements with {variant: its results by steps}, each over the same captions."""
     counts = sorted({steps for _, variants in groups for rows in variants.values() for steps in rows})
-    header = ["measured on", "captions", title, *map(_steps, counts), "PSNR to exact, dB"]
+    header = ["measured on", "captions", "variant", *map(_steps, counts), "PSNR to exact, dB"]
     lines = []
     for measured, variants in groups:
         where = [measured["environment"]["gpu"] or "a CPU", str(measured["settings"]["n"])]

@@ -1,7 +1,6 @@
 """Write results/writeup.md with its drawing and plots from a results file, for scripts/tools/write_pages.py.
 
-The text is the template docs/writeup.md.jinja. Figures that were not measured yet are left out; the next run fills them
-in.
+The text is the template docs/writeup.md.jinja. A run that it needs and that is not in the file is a KeyError.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ def write(results: Path, template: Path, folder: Path) -> None:
     """Write the text, the drawing and the plots of a results file into a folder."""
     read = json.loads(results.read_text())
     tiny = {name: results.with_name(file) for name, file in (("sparse", SPARSE), ("block_sparse", BLOCK_SPARSE))}
-    tiny = {name: json.loads(path.read_text()) for name, path in tiny.items() if path.exists()}
+    tiny = {name: json.loads(path.read_text()) for name, path in tiny.items()}
     (folder / PAGE).write_text(text_of(read, template.read_text(), tiny))
     (folder / ROUND_TRIP).write_text(round_trip_svg(round_trip(read["runs"])))
     for name, data in plot_data(read["runs"]).items():
         save_plot(name, data, folder / f"{name}.png")
 
 
-def text_of(results: dict, template: str, tiny: dict[str, dict] | None = None) -> str:
+def text_of(results: dict, template: str, tiny: dict[str, dict]) -> str:
     """Return the template with the figures of a results file and, by tier, of the tiny model's files.
 
     Raises jinja2.UndefinedError for an unknown name in the template."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    return _wrapped(environment.from_string(template).render(figures(results, tiny or {})))
+    return _wrapped(environment.from_string(template).render(figures(results, tiny)))
 
 
 def _wrapped(text: str) -> str:

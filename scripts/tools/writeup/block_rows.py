@@ -1,7 +1,6 @@
 """The parts of a Wan block and of a step in every tier, each the sum of rows of single ops.
 
-All tiers' rows are from the same runs of a results file. A tier has no bar if one of its rows or its step was not
-measured, or was refused.
+All tiers' rows are from the same runs of a results file.
 """
 
 from __future__ import annotations
@@ -86,17 +85,13 @@ def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tup
 
 def blocks_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
     """Return the milliseconds of one block by model, tier and part, for models with a profiled block."""
-    blocks = {}
-    for config, settings in _profiled(runs).items():
-        tiers = rows_of_block(config, settings["tokens"], settings["dim"])
-        whole = {}
-        for tier, parts in tiers.items():
-            times = {part: _sum(runs, rows, RIVALS if tier == COMPILE else OURS) for part, rows in parts.items()}
-            if None not in times.values():
-                whole[tier] = times
-        if whole:
-            blocks[config] = whole
-    return blocks
+    return {
+        config: {
+            tier: {part: _sum(runs, rows, RIVALS if tier == COMPILE else OURS) for part, rows in parts.items()}
+            for tier, parts in rows_of_block(config, settings["tokens"], settings["dim"]).items()
+        }
+        for config, settings in _profiled(runs).items()
+    }
 
 
 def steps_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
@@ -114,11 +109,11 @@ def steps_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
         tier = settings.get("preset", "exact")
         of_variant = {"patched": tier, EXACT_PATCH: "exact", COMPILE: COMPILE}
         for variant in run["variants"]:
-            block = blocks.get(settings["config"], {}).get(of_variant.get(variant["name"]))
-            if block is not None:
-                parts = {part: settings["layers"] * time for part, time in block.items()}
+            if variant["name"] in of_variant:
+                name = of_variant[variant["name"]]
+                parts = {part: settings["layers"] * time for part, time in blocks[settings["config"]][name].items()}
                 rest = {ALL_ELSE: milliseconds(variant) - sum(parts.values())}
-                shown.setdefault(of_variant[variant["name"]], parts | rest)
+                shown.setdefault(name, parts | rest)
     order = (COMPILE, *TIERS)
     return {model: {name: shown[name] for name in order if name in shown} for model, shown in steps.items() if shown}
 
@@ -134,48 +129,35 @@ def _profiled(runs: dict) -> dict[str, dict]:
     return {found["config"]: found for found in settings if found.get("case") == "Wan block"}
 
 
-def _sum(runs: dict, rows: tuple[Rows, ...], contenders: tuple[str, ...]) -> float | None:
-    times = [_milliseconds(runs, row, contenders) for row in rows]
-    return None if None in times else sum(row.count * time for row, time in zip(rows, times, strict=True))
+def _sum(runs: dict, rows: tuple[Rows, ...], contenders: tuple[str, ...]) -> float:
+    return sum(row.count * _milliseconds(runs, row, contenders) for row in rows)
 
 
-def _milliseconds(runs: dict, row: Rows, contenders: tuple[str, ...]) -> float | None:
+def _milliseconds(runs: dict, row: Rows, contenders: tuple[str, ...]) -> float:
     """Return the time of the first contender that the row has; for OURS, of the best of ours."""
-    results = runs.get(row.run, {"results": ()})["results"]
-    result = next((result for result in results if result["case"] == row.case), None)
-    if result is None:
-        return None
+    result = next(result for result in runs[row.run]["results"] if result["case"] == row.case)
     names = (result["best"],) if contenders == OURS else contenders
-    return next((result["timings"][name]["milliseconds"] for name in names if name in result["timings"]), None)
+    return next(result["timings"][name]["milliseconds"] for name in names if name in result["timings"])
 
 
-def shares_table(blocks: dict[str, dict[str, dict[str, float]]]) -> str | None:
-    """Return a table of the attention's share of a block, a row for each model, or None without blocks."""
-    if not blocks:
-        return None
-    tiers = list(dict.fromkeys(tier for block in blocks.values() for tier in block))
-    lines = [["block of", *tiers]]
+def shares_table(blocks: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return a table of the attention's share of a block, a row for each model."""
+    lines = [["block of", *next(iter(blocks.values()))]]
     for config, block in blocks.items():
-        shares = {tier: f"{100 * attention_share(parts):.0f} %" for tier, parts in block.items()}
-        lines.append([config, *(shares.get(tier, "") for tier in tiers)])
+        lines.append([config, *(f"{100 * attention_share(parts):.0f} %" for parts in block.values())])
     return table(lines, markdown=True)
 
 
-def saved_outside_attention(runs: dict, config: str) -> dict[str, float] | None:
-    """Return the time that our linears and norms save outside attention, or None if a row is missing.
+def saved_outside_attention(runs: dict, config: str) -> dict[str, float]:
+    """Return the time that our linears and norms save outside attention.
 
     "saved": the milliseconds that the exact tier saves over torch.compile, also as a share of a compiled block.
     "saved_in_8_bits": the milliseconds that the sparse tier saves over PyTorch's 8-bit products with compiled
     quantising and compiled norms, as a share of a sparse block with those.
     """
-    block = blocks_by_tier(runs).get(config, {})
-    if not {COMPILE, "exact", "sparse"} <= set(block):
-        return None
-    settings = _profiled(runs)[config]
+    block, settings = blocks_by_tier(runs)[config], _profiled(runs)[config]
     rows = rows_of_block(config, settings["tokens"], settings["dim"])
     rivals = _sum(runs, rows["sparse"][LINEARS], (SCALED_MM,))
-    if rivals is None:
-        return None
     saved = outside_attention(block[COMPILE]) - outside_attention(block["exact"])
     in_8_bits = rivals + block[COMPILE][NORMS] - outside_attention(block["sparse"])
     compiled, sparse = (sum(block[tier].values()) for tier in (COMPILE, "sparse"))
@@ -192,10 +174,11 @@ def outside_attention(parts: dict[str, float]) -> float:
     return sum(time for part, time in parts.items() if part not in ATTENTION)
 
 
-def rows_table(config: str, tokens: int, dim: int, tiers: dict[str, dict[str, float]]) -> str:
+def rows_table(runs: dict, config: str) -> str:
     """Return the rows whose sum is each part of a model's bars."""
+    settings, tiers = _profiled(runs)[config], blocks_by_tier(runs)[config]
     lines = [["part", "tier", "ms", "rows"]]
-    rows = rows_of_block(config, tokens, dim)
+    rows = rows_of_block(config, settings["tokens"], settings["dim"])
     for part in (*ATTENTION, LINEARS, NORMS):
         for tier, parts in tiers.items():
             names = ", ".join(map(str, rows[tier][part]))

@@ -1,4 +1,4 @@
-"""The figures of results/writeup.md, from the runs of a results file. None: not measured yet."""
+"""The figures of results/writeup.md, from the runs of a results file."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
         "passes": {run["settings"]["config"]: _passes(run) for run in _blocks(runs)},
         "skip_saves": skip_saves(runs, blocks["wan2.1-1.3b"]),
         "shares_table": shares_table(blocks_by_tier(runs)),
-        "rows_table": _rows_of(runs, "wan2.1-1.3b"),
+        "rows_table": rows_table(runs, "wan2.1-1.3b"),
         "saved": saved_outside_attention(runs, "wan2.1-1.3b"),
         "sparse": replace(PRESETS["sparse"], topk=SLA_TOPK),
         "sparse_sentence": sparse_attention_sentence(runs),
-        "timed_tiers": {run["settings"].get("preset", "exact") for run in real_models(runs).values()},
-        "untimed": _untimed(runs),
         "tiny_table": tiers_table(evaluation_of(runs), **tiny),
         "steps": steps,
         "fastest_linear": max(r["teraflops"] for r in runs["ops"]["results"] if r["case"].startswith("linear")),
@@ -48,20 +46,12 @@ def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
         "sparse_accuracy_table": sparse_accuracy_table(runs),
         "block_sparse": PRESETS["block_sparse"],
         "stages_table": stages_table(runs),
-        "plots": plot_data(runs),
         "tiers": TIERS,
     }
 
 
 def _blocks(runs: dict) -> list[dict]:
     return [run for run in runs.values() if run.get("settings", {}).get("case") == "Wan block"]
-
-
-def _rows_of(runs: dict, config: str) -> str | None:
-    """Return the rows whose sums are the bars of a model's block, or None without bars."""
-    tiers = blocks_by_tier(runs).get(config)
-    settings = next((run["settings"] for run in _blocks(runs) if run["settings"]["config"] == config), None)
-    return rows_table(config, settings["tokens"], settings["dim"], tiers) if tiers else None
 
 
 def _passes(run: dict) -> dict[str, float]:
@@ -131,10 +121,10 @@ def accuracy_table(runs: dict) -> str:
     return table(rows, markdown=True)
 
 
-def sparse_accuracy_table(runs: dict) -> str | None:
-    """Return a table of real models' largest errors in the sparse tiers, or None if none was verified.
+def sparse_accuracy_table(runs: dict) -> str:
+    """Return a table of real models' largest errors in the sparse tiers, with the tier's limits.
 
-    It has the errors of blocks and of what their parts add, with the tier's limits.
+    They are the errors of blocks and of what their parts add.
     """
     rows = [["blocks of", "preset", "of", "largest rel. L2 to fp32", "the tier allows"]]
     for run in runs.values():
@@ -149,14 +139,12 @@ def sparse_accuracy_table(runs: dict) -> str | None:
             for of, (error, allowed) in errors.items():
                 rows.append([*label, of, f"{error['largest']:.1e}", f"{allowed:.1e}"])
                 label = ["", ""]
-    return table(rows, markdown=True) if len(rows) > 1 else None
+    return table(rows, markdown=True)
 
 
-def stages_table(runs: dict) -> str | None:
-    """Return where the seconds of a whole video go, a column for each variant, or None if none was decoded."""
-    run = runs.get("wan2.1-1.3b-decoded")
-    if run is None:
-        return None
+def stages_table(runs: dict) -> str:
+    """Return where the seconds of a whole video go, a column for each variant."""
+    run = runs["wan2.1-1.3b-decoded"]
     names = names_of(run)
     rows = [[f"{model_of(run)}, {run['settings']['num_inference_steps']} steps", *names.values()]]
     timings = {variant["name"]: variant["timings"] for variant in run["variants"]}
@@ -170,51 +158,43 @@ STAGES = {"steps": "all steps", "vae_decode": "VAE decode", "output": "output", 
 
 
 def plot_data(runs: dict) -> dict[str, dict]:
-    """Return the data of each plot in plots.py, to six digits. Plots without measurements are left out."""
+    """Return the data of each plot in plots.py, to six digits."""
     data = {
         "step-parts": steps_by_tier(runs),
         "speed-accuracy": speed_and_accuracy(runs),
         "attention": attention_rates(runs),
     }
-    return {name: _rounded(shown) for name, shown in data.items() if shown}
+    return {name: _rounded(shown) for name, shown in data.items()}
 
 
-def speed_and_accuracy(runs: dict) -> dict[str, list[list[float | None]]]:
+def speed_and_accuracy(runs: dict) -> dict[str, list[list[float]]]:
     """Return [denoising time, share of the captions shown] by number of steps, for each variant of the tiny model.
 
     The unit of time is a step of the unpatched model in the same run, because launches take longer on a busy host. The
-    exact tier's time is from the quantized tier's run. The time is None if the variant was not timed.
+    exact tier's time is from the quantized tier's run.
     """
     times = {}
     for name in ("compare-quantized", "compare-sparse", "compare"):
-        if name in runs:
-            steps = {v["name"]: statistics.median(v["timings"]["steps"]) for v in runs[name]["variants"]}
-            tiers = {"patched": runs[name]["settings"]["preset"], EXACT_PATCH: "exact"}
-            times = {tiers.get(v, v): step / steps["unpatched"] for v, step in steps.items()} | times
-    points: dict[str, list[list[float | None]]] = {}
-    for result in (evaluation_of(runs) or {"results": ()})["results"]:
+        steps = {v["name"]: statistics.median(v["timings"]["steps"]) for v in runs[name]["variants"]}
+        tiers = {"patched": runs[name]["settings"]["preset"], EXACT_PATCH: "exact"}
+        times = {tiers.get(v, v): step / steps["unpatched"] for v, step in steps.items()} | times
+    points: dict[str, list[list[float]]] = {}
+    for result in evaluation_of(runs)["results"]:
         variant = tier_of(result)
         if variant in SHOWN:
-            step, share = times.get(variant), result["accuracy"]["overall"]["share"]
-            time = None if step is None else result["steps"] * step
-            points.setdefault(SHOWN[variant], []).append([time, share])
+            point = [result["steps"] * times[variant], result["accuracy"]["overall"]["share"]]
+            points.setdefault(SHOWN[variant], []).append(point)
     return points
 
 
 SHOWN = {"unpatched": "eager diffusers", **{tier: f"patched ({tier})" for tier in ("exact", "quantized", "sparse")}}
 
 
-def _untimed(runs: dict) -> str:
-    """Return the variants whose accuracy was measured and whose speed was not."""
-    points = speed_and_accuracy(runs)
-    return " and ".join(name for name, steps in points.items() if any(time is None for time, _ in steps))
-
-
 def attention_rates(runs: dict) -> dict[str, dict[str, float]]:
     """Return the TFLOP/s of every contender for a self-attention, by case."""
     rates = {}
-    for run in (runs.get("ops"), runs.get("ops-quantized")):
-        for result in run["results"] if run else ():
+    for run in (runs["ops"], runs["ops-quantized"]):
+        for result in run["results"]:
             op, sizes = result["case"].split()
             heads, tokens, *rest = map(int, sizes.split("×"))
             keys = rest[0] if len(rest) == 2 else tokens
@@ -230,4 +210,4 @@ def _rounded(data: object) -> object:
         return {key: _rounded(value) for key, value in data.items()}
     if isinstance(data, list):
         return [_rounded(value) for value in data]
-    return None if data is None else float(f"{data:.6g}")
+    return float(f"{data:.6g}")

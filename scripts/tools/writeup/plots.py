@@ -67,18 +67,13 @@ def _step_parts(figure: Figure, steps: dict) -> None:
 
 
 def _speed_accuracy(figure: Figure, points: dict) -> None:
-    """Draw a line per variant over its numbers of steps. A variant that was not timed gets a level per number."""
+    """Draw a line per variant over its numbers of steps."""
     (axes,) = _axes(figure)
+    hollow = {"markerfacecolor": "none", "markeredgewidth": 2}  # tiers are close to each other
     for index, (name, steps) in enumerate(points.items()):
         times, shares = zip(*steps, strict=True)
-        percents, color = [100 * share for share in shares], f"C{index}"
-        if None in times:
-            for percent in percents:
-                axes.axhline(percent, linestyle="--", color=color, zorder=1, label=f"{name}, not timed")
-        else:
-            marker = MARKERS[index % len(MARKERS)]
-            hollow = {"markerfacecolor": "none", "markeredgewidth": 2}  # tiers are close to each other
-            axes.plot(times, percents, marker, linestyle="-", markersize=9, color=color, label=name, **hollow)
+        style = {"marker": MARKERS[index % len(MARKERS)], "markersize": 9, "color": f"C{index}", **hollow}
+        axes.plot(times, [100 * share for share in shares], label=name, **style)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")

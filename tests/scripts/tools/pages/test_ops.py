@@ -17,12 +17,6 @@ def test_the_whole_sparse_attention_beside_the_dense_ones_is_a_sentence():
     missed["ops-sparse"]["results"][0]["most"] = 1.45
     missed["ops-quantized"]["results"][0] |= {"targets": {OURS_EXACT: 1.25}, "speedups": {OURS_EXACT: 1.2}}
     assert "beside **7.75** in 8 bits, and sparse **1.50** beside" in ops.sparse_attention_sentence(missed)
-    refused = attention_rows()
-    refused["ops-sparse"]["results"][0]["best"] = None
-    assert ops.sparse_attention_sentence(refused) is None
-    assert ops.sparse_attention_sentence({"ops-quantized": refused["ops-quantized"]}) is None
-    apart = {"ops-sparse": attention_rows()["ops-sparse"], "ops-quantized": attention_rows("1×2×3")["ops-quantized"]}
-    assert ops.sparse_attention_sentence(apart) is None
 
 
 def test_ops_become_a_table_that_marks_what_is_missed():

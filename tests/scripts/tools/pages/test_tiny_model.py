@@ -67,7 +67,6 @@ def test_what_sparsity_costs_becomes_a_table_of_a_row_per_kept_share(tmp_path):
 
 
 def test_every_tier_is_in_one_table_with_where_it_was_measured_and_of_how_many_captions():
-    assert tiny_model.tiers_table(None) is None
     lines = tiny_model.tiers_table(evaluation(), judged_sparse(), judged_block_sparse()).splitlines()[2:]
     assert lines == ["| measured on | captions | variant | 1 step | 4 steps | PSNR to exact, dB |", *TIERS]
 
@@ -77,7 +76,7 @@ def test_sparse_rows_measured_on_a_gpu_are_in_bf16_unless_they_say_otherwise():
         {**each, "environment": {"gpu": "GPU X"}} for each in (judged_sparse(), judged_block_sparse())
     )
     block_sparse["settings"] = {**block_sparse["settings"], "dtype": "float32"}
-    table = tiny_model.tiers_table(None, sparse, block_sparse)
+    table = tiny_model.tiers_table(evaluation(), sparse, block_sparse)
     assert "| sparse (SLA) in bf16, 10 % of the key blocks |" in table
     assert "| block_sparse in fp32, mass 0.9 |" in table
 
