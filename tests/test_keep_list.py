@@ -10,8 +10,7 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.quantized_models import output_of
-from tests.tiny_wan import tiny_wan_transformer
+from tests.tiny_wan import output_of, tiny_wan_transformer
 from turbo_rcm_patch.bench.cases import add_random_projections
 from turbo_rcm_patch.keep_list import KeepList
 from turbo_rcm_patch.patching.weights.convert import quantized_linears

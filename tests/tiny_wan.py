@@ -205,6 +205,17 @@ def tiny_transformer_inputs(model, batch=2, frames=3, height=4, width=6, text_to
     return inputs
 
 
+def moved(inputs, device):
+    """Return keyword arguments with their tensors on a device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def output_of(model, device="cpu", **overrides):
+    """Return the model's result for `tiny_transformer_inputs`, some of them overridden, on a device."""
+    with torch.no_grad():
+        return model(**moved({**tiny_transformer_inputs(model), **overrides}, device))[0]
+
+
 def _with_random_vectors(model):
     """Norm weights start at 1, biases may start at 0 and gates are small: leaving one out must change the output."""
     for parameter in model.parameters():

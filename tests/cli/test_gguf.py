@@ -8,7 +8,7 @@ import turbo_rcm_patch as trp
 from tests import lora_files
 from tests.cli.running import TINY, error_of
 from tests.official_names import official_state_dict
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline
+from tests.tiny_wan import output_of, tiny_wan_pipeline
 from turbo_rcm_patch.cli import main
 
 gguf = pytest.importorskip("gguf")
@@ -44,11 +44,6 @@ def model(packed):
     ).eval()
 
 
-def output(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
-
-
 @pytest.mark.parametrize("command", ["generate", "verify"])
 def test_the_commands_run_it(packed, tmp_path, capsys, command):
     prompt = ["a fox", "-o", str(tmp_path / "o.mp4"), "-v"] if command == "generate" else ["a fox"]
@@ -62,28 +57,28 @@ def test_the_commands_run_it(packed, tmp_path, capsys, command):
 
 @pytest.mark.parametrize("preset", ["exact", "quantized"])
 def test_its_linears_run_by_diffusers_and_the_summary_says_so(model, preset):
-    expected = output(model)
+    expected = output_of(model)
     with trp.patch(model, preset) as patch:
-        error = (output(model) - expected).norm() / expected.norm()
+        error = (output_of(model) - expected).norm() / expected.norm()
         assert error < (1e-6 if preset == "exact" else 0.03)
         assert "QKV projection           PyTorch module" in patch.summary() or preset == "exact"
         assert patch.summary().count("diffusers GGUFLinear layer (2)") == 5
         assert "linears in 8 bits" not in patch.summary()
-    assert torch.equal(output(model), expected)
+    assert torch.equal(output_of(model), expected)
 
 
 def test_a_lora_runs_beside_packed_weights_and_a_lokr_is_refused(packed, model, tmp_path):
     pipe = tiny_wan_pipeline(ffn_dim=64)
     file, products = lora_files.lightx2v(pipe.transformer), lora_files.lokr(pipe.transformer)
-    expected, plain = output(file.merged()), output(model)
+    expected, plain = output_of(file.merged()), output_of(model)
     pipe.register_modules(transformer=model)
     with trp.use_distilled(pipe, file.save(tmp_path / "lora.safetensors"), recipe="lightx2v") as handle:
         assert not handle.unused
-        assert (output(model) - expected).norm() < 0.01 * expected.norm()
-    assert torch.equal(output(model), plain)
+        assert (output_of(model) - expected).norm() < 0.01 * expected.norm()
+    assert torch.equal(output_of(model), plain)
     with pytest.raises(RuntimeError, match=r"the LoKr cannot be added to .*: the parameter is a GGUFParameter"):
         trp.use_distilled(pipe, products.save(tmp_path / "lokr.safetensors"), recipe="lightx2v")
-    assert torch.equal(output(model), plain)
+    assert torch.equal(output_of(model), plain)
 
 
 def test_the_sparse_tier_is_refused(packed, capsys):

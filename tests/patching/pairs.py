@@ -1,5 +1,8 @@
 """A patched model of each family beside an unpatched one, to check that both do the same."""
 
+import io
+import pickle
+
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
@@ -70,3 +73,14 @@ def blocks_of(model):
 def attention_class(model):
     """Return the class of the attentions in a model's blocks."""
     return family_of(model).blocks[0].kind.attention_class
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)

@@ -5,7 +5,7 @@ from peft import LoraConfig
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.tiny_wan import tiny_transformer_inputs
+from tests.tiny_wan import output_of
 from turbo_rcm_patch.kernels.quantized import quantize_weight
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 
@@ -14,11 +14,6 @@ CONFIG = trp.Quantized()
 FREED = trp.Quantized(restorable=False)
 PER_BLOCK = 10
 ERROR = 0.05  # of a tiny model with both operands' worth of e4m3 roundings, 2.6 % each
-
-
-def output_of(model, **overrides):
-    with torch.no_grad():
-        return model(**{**tiny_transformer_inputs(model), **overrides})[0]
 
 
 def up_to_date(linear):

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import pickle
 
 import accelerate
@@ -11,24 +10,9 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 
 import turbo_rcm_patch as trp
+from tests.patching.pairs import through_pickle, through_torch_save
 from tests.tiny_families import EACH_MODEL, first_of, tiny_family_inputs, tiny_family_transformer
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-
-
-def output_of(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
-
-
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_torch_save(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+from tests.tiny_wan import output_of, tiny_wan_transformer
 
 
 @pytest.mark.parametrize("called", [False, True])

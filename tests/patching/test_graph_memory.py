@@ -23,7 +23,7 @@ from tests.patching.tape import (
     run,
     warm,
 )
-from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import cuda_graphs as graphs
 from turbo_rcm_patch.patching.cuda_graphs import CudaRecorder
 from turbo_rcm_patch.patching.families import family
@@ -156,10 +156,10 @@ def test_a_move_to_another_device_frees_the_graphs_at_the_next_forward(tape, mon
     inputs = inputs_for(pair[0])
     warm(pair, inputs)
     pair[0].to("meta")
-    moved = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    on_meta = moved(inputs, "meta")
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it knows no "meta"
     with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without contents have no checksum
-        run(pair[0], moved)
+        run(pair[0], on_meta)
     assert len(TAPES) == 0
     assert "none now: meta tensors" in note(pair[0])
 

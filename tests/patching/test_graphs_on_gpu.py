@@ -22,7 +22,7 @@ from tests.patching.tape import (
     run,
     warm,
 )
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 
 
 def cuda_pair(options=None, **more):
@@ -32,7 +32,7 @@ def cuda_pair(options=None, **more):
 
 def cuda_inputs(model, **options):
     inputs = inputs_for(model, **options)
-    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    return moved(inputs, "cuda")
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import turbo_rcm_patch as trp
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import MAX_RUNS
 from turbo_rcm_patch.kernels.dispatch import interpreting
 from turbo_rcm_patch.patching.steps import layers
@@ -109,7 +109,7 @@ def test_a_patched_forward_peaks_no_higher(variant):
     inputs = tiny_transformer_inputs(model, batch=1, frames=8, height=64, width=64, image_tokens=257)
     if variant == "ti2v":
         inputs["timestep"] = per_token(8192, 2)
-    inputs = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    inputs = moved(inputs, "cuda")
     unpatched = peak_memory(model, inputs)
     with trp.patch(model, trp.Exact(cuda_graph="off")):
         assert peak_memory(model, inputs) <= unpatched

@@ -11,7 +11,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.pairs import assert_same_output, blocks_of, make_pair, output_of, row
 from tests.tiny_families import EACH_MODEL
-from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 
 CPU = torch.device("cpu")
 OUT = ("feed_forward", "linear + skip")
@@ -81,10 +81,7 @@ def test_the_summary_shows_the_last_call_while_weights_are_away():
 def test_the_summary_with_block_level_offloading_is_the_resident_one(tier):
     model = tiny_wan_transformer(layers=2).to("cuda", torch.bfloat16)
     patch = trp.patch(model, tier)
-    inputs = {
-        name: value.to("cuda") if torch.is_tensor(value) else value
-        for name, value in tiny_transformer_inputs(model).items()
-    }
+    inputs = moved(tiny_transformer_inputs(model), "cuda")
     with torch.no_grad():
         model(**inputs)
         resident = row(patch, *OUT)

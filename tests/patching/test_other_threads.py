@@ -8,15 +8,10 @@ import torch
 from diffusers import WanPipeline
 
 import turbo_rcm_patch as trp
-from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import output_of, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import apply
 
 SECONDS = 30  # until a test that waits for another thread fails
-
-
-def output_of(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
 
 
 def frames_of(pipe, **options):

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 
 CONFIGS = [trp.Exact(), trp.Exact(implementation="triton")]
 
@@ -76,7 +76,7 @@ def test_stacked_parameters_can_be_mapped_over():
 
 def test_meta_tensors():
     model = tiny_wan_transformer().to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs = moved(tiny_transformer_inputs(model), "meta")
     with torch.no_grad(), trp.patch(model):
         assert model(**inputs)[0].shape == inputs["hidden_states"].shape
 

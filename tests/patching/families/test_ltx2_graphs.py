@@ -9,6 +9,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.patching.tape import AUTO, graphs_of, note, replays
 from tests.tiny_families import AUDIO_TOKENS, BATCH, FRAMES, HEIGHT, WIDTH, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_wan import moved
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.ltx2 import graph
 
@@ -195,7 +196,7 @@ def test_on_a_gpu(config):
     trp.patch(pair[0], config)
     trp.patch(pair[1], dataclasses.replace(config, cuda_graph="off"))
     inputs = inputs_for("ltx2.3", pair[0])
-    inputs = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    inputs = moved(inputs, "cuda")
     for _ in range(4):
         assert_same(pair, inputs)
     assert replays(pair[0]) == 3

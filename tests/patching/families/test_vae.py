@@ -3,8 +3,6 @@
 import copy
 import filecmp
 import gc
-import io
-import pickle
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from diffusers import AutoencoderKL, AutoencoderKLWan, WanPipeline
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.pairs import through_pickle, through_torch_save
 from tests.tiny_vae import decode, tiny_latents, tiny_vae
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.patching.families.vae.forward import decode as patched_decode
@@ -303,17 +302,6 @@ def test_weights_changed_in_place_reloaded_and_cast_take_effect():
 # ---------------------------------------------------------------------------------------------------------------------
 # Copies
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def through_pickle(vae):
-    return pickle.loads(pickle.dumps(vae))
-
-
-def through_torch_save(vae):
-    buffer = io.BytesIO()
-    torch.save(vae, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, through_pickle, through_torch_save])

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import turbo_rcm_patch as trp
 from scripts.tools import compile_without_gpu
 from tests.oracle import relative_error
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import moved, output_of, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.families.wan import block as wan_block
 from turbo_rcm_patch.patching.steps.plan import state_of
@@ -27,11 +27,6 @@ def add_lora(model, name="first", *, seed=5, targets=ALL, **options):
     torch.manual_seed(seed)
     options = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, **options}
     model.add_adapter(LoraConfig(target_modules=targets, **options), adapter_name=name)
-
-
-def output_of(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
 
 
 def make_pair(config=None, **lora):
@@ -349,7 +344,7 @@ def test_on_sm_90_the_queries_of_a_prompt_have_their_lora_in_one_gemm(capability
     patch = trp.patch(model)
     add_lora(model)
     model.to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs = moved(tiny_transformer_inputs(model), "meta")
     inputs["hidden_states"] = torch.empty(2, model.config.in_channels, 13, 60, 80, dtype=model.dtype, device="meta")
     with torch.no_grad(), meta_is_gpu(capability, compile_without_gpu.MULTIPROCESSORS):
         launches = compile_without_gpu.record_launches(lambda: model(**inputs), capability)
@@ -369,7 +364,7 @@ def test_the_queries_of_a_prompt_say_why_pytorch_has_them():
     patch = trp.patch(model, trp.Exact(linears="torch"))
     add_lora(model)
     model.to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs = moved(tiny_transformer_inputs(model), "meta")
     with torch.no_grad(), meta_is_gpu((9, 0), compile_without_gpu.MULTIPROCESSORS):
         compile_without_gpu.record_launches(lambda: model(**inputs), (9, 0))
         row = next(row for row in patch.rows() if row.step == "Q projection")

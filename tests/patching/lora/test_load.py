@@ -10,7 +10,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests import lora_files
 from tests.lora_files import read_lora
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline
+from tests.tiny_wan import moved, output_of, tiny_transformer_inputs, tiny_wan_pipeline
 from turbo_rcm_patch.patching.lora import load as loaded_lora
 from turbo_rcm_patch.patching.lora.load import LoadedLora
 
@@ -23,11 +23,6 @@ FORMATS = {
     "diffusers": lora_files.diffusers,
 }
 PRODUCTS = {"lokr": lora_files.lokr, "loha": lora_files.loha}
-
-
-def output(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
 
 
 def everything(model):
@@ -58,26 +53,26 @@ def load(pipe, file, scale=1.0, model=None):
 def test_equals_the_merged_weights(format, scale):
     pipe = tiny_wan_pipeline("i2v" if format == "lightx2v" else "t2v")
     file = (FORMATS | PRODUCTS)[format](pipe.transformer)
-    plain, expected, before = output(pipe.transformer), output(file.merged(scale)), everything(pipe.transformer)
+    plain, expected, before = output_of(pipe.transformer), output_of(file.merged(scale)), everything(pipe.transformer)
     loaded = load(pipe, file, scale)
     assert not loaded.unused
-    torch.testing.assert_close(output(pipe.transformer), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(output_of(pipe.transformer), expected, rtol=2e-5, atol=2e-5)
     assert ((expected - plain).abs().max() > 0.05) == (scale != 0)
     loaded.check_undoable()
     loaded.undo()
     assert_as_before(pipe.transformer, before)
     # They differ in bits, because the image's five tokens lie elsewhere, and the CPU then adds in another order.
-    torch.testing.assert_close(output(pipe.transformer), plain, rtol=0, atol=5e-6)
+    torch.testing.assert_close(output_of(pipe.transformer), plain, rtol=0, atol=5e-6)
 
 
 def test_in_bf16_it_errs_as_merged_weights_do():
     pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
     file = lora_files.lightx2v(pipe.transformer)
-    exact = output(file_in_fp32(pipe.transformer).merged()).float()
+    exact = output_of(file_in_fp32(pipe.transformer).merged()).float()
     before = everything(pipe.transformer)
     loaded = load(pipe, file)
-    error = (output(pipe.transformer).float() - exact).norm() / exact.norm()
-    merged = (output(file.merged()).float() - exact).norm() / exact.norm()
+    error = (output_of(pipe.transformer).float() - exact).norm() / exact.norm()
+    merged = (output_of(file.merged()).float() - exact).norm() / exact.norm()
     assert error < 1.5 * merged
     assert {parameter.dtype for parameter in pipe.transformer.blocks.parameters()} == {torch.bfloat16, torch.float32}
     loaded.undo()
@@ -101,33 +96,33 @@ def test_with_a_patch_in_any_order(preset, order):
     pipe = tiny_wan_pipeline()
     model = pipe.transformer
     file = lora_files.lightx2v(model)
-    before, plain = everything(model), output(model)
-    expected = output(file.merged())
+    before, plain = everything(model), output_of(model)
+    expected = output_of(file.merged())
     tolerance = {"rtol": 3e-5, "atol": 3e-5} if preset == "exact" else {"rtol": 0, "atol": 0.1 * expected.abs().max()}
     lora_first = order.startswith("lora")
     loaded = load(pipe, file) if lora_first else None
     patch = trp.patch(pipe, preset)
-    unloaded = None if lora_first else output(model)
+    unloaded = None if lora_first else output_of(model)
     loaded = loaded or load(pipe, file)
     assert not loaded.unused
-    found = output(model)
+    found = output_of(model)
     torch.testing.assert_close(found, expected, **tolerance)
     assert (found - expected).norm() < 0.3 * (expected - plain).norm()
     assert "+ LoRA" in patch.summary()
     if order.endswith("patch off"):
         patch.restore()
-        torch.testing.assert_close(output(model), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(output_of(model), expected, rtol=2e-5, atol=2e-5)
         loaded.undo()
     else:
         loaded.undo()
         assert "+ LoRA" not in patch.summary()
-        again = output(model)
+        again = output_of(model)
         torch.testing.assert_close(again, plain, **tolerance)
         if unloaded is not None:
             assert torch.equal(again, unloaded)
         patch.restore()
     assert_as_before(model, before)
-    assert torch.equal(output(model), plain)
+    assert torch.equal(output_of(model), plain)
 
 
 def test_adapters_of_others_stay_as_they_are():
@@ -135,19 +130,19 @@ def test_adapters_of_others_stay_as_they_are():
     model = pipe.transformer
     model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "proj_out"], init_lora_weights=False), "style")
     with torch.no_grad():
-        styled, file = output(model), lora_files.lightning(tiny_wan_pipeline().transformer)
+        styled, file = output_of(model), lora_files.lightning(tiny_wan_pipeline().transformer)
     before = everything(model)
     loaded = load(pipe, file)
-    both = output(model)
+    both = output_of(model)
     model.set_adapter("distilled_0")
-    alone = output(model)
-    torch.testing.assert_close(alone, output(file.merged()), rtol=2e-5, atol=2e-5)
+    alone = output_of(model)
+    torch.testing.assert_close(alone, output_of(file.merged()), rtol=2e-5, atol=2e-5)
     model.set_adapter(["style", "distilled_0"])
-    assert torch.equal(output(model), both)
+    assert torch.equal(output_of(model), both)
     assert (both - alone).abs().max() > 1e-3
     loaded.undo()
     assert model.blocks[0].attn1.to_q.active_adapters == ["style"]
-    assert torch.equal(output(model), styled)
+    assert torch.equal(output_of(model), styled)
     assert_as_before(model, before)
 
 
@@ -169,10 +164,10 @@ def test_two_at_a_time_come_off_in_either_order():
         pipe = tiny_wan_pipeline()
         before = everything(pipe.transformer)
         files = [lora_files.lightning(pipe.transformer, 32), lora_files.kohya(pipe.transformer, seed=1)]
-        merged = [output(file.merged()) for file in files]
+        merged = [output_of(file.merged()) for file in files]
         loaded = [load(pipe, file) for file in files]
         loaded[first].undo()
-        torch.testing.assert_close(output(pipe.transformer), merged[1 - first], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(output_of(pipe.transformer), merged[1 - first], rtol=2e-5, atol=2e-5)
         loaded[1 - first].undo()
         assert_as_before(pipe.transformer, before)
 
@@ -272,15 +267,15 @@ def test_offloading_in_between_is_no_silent_loss():
 
 def test_a_difference_of_a_weight_in_8_bits_is_refused_with_the_rule():
     pipe = tiny_wan_pipeline()
-    model, plain = pipe.transformer, output(pipe.transformer)
+    model, plain = pipe.transformer, output_of(pipe.transformer)
     file = lora_files.lightx2v(model)
     file.difference("diffusion_model.blocks.0.ffn.2.diff", "blocks.0.ffn.net.2.weight")
     patch = trp.patch(pipe, "quantized")
-    before, unloaded = everything(model), output(model)
+    before, unloaded = everything(model), output_of(model)
     with pytest.raises(RuntimeError, match=r"difference of blocks\.0\.ffn\.net\.2\.weight.*restore\(\) first"):
         load(pipe, file)
     assert_as_before(model, before)
-    assert torch.equal(output(model), unloaded)
+    assert torch.equal(output_of(model), unloaded)
     patch.restore()
     loaded = load(pipe, file)
     trp.patch(pipe, "quantized")
@@ -288,7 +283,7 @@ def test_a_difference_of_a_weight_in_8_bits_is_refused_with_the_rule():
         loaded.check_undoable()
     trp.restore(pipe)
     loaded.undo()
-    assert torch.equal(output(model), plain)
+    assert torch.equal(output_of(model), plain)
 
 
 @pytest.mark.parametrize("preset", ["exact", "quantized"])
@@ -296,17 +291,17 @@ def test_a_difference_of_a_weight_in_8_bits_is_refused_with_the_rule():
 def test_a_product_is_in_the_weights_that_the_patch_runs(preset, format):
     pipe, merged = tiny_wan_pipeline(), tiny_wan_pipeline()
     model, file = pipe.transformer, PRODUCTS[format](pipe.transformer)
-    before, plain = everything(model), output(model)
+    before, plain = everything(model), output_of(model)
     merged.transformer = file.merged()
-    expected = trp.patch(merged, preset) and output(merged.transformer)
+    expected = trp.patch(merged, preset) and output_of(merged.transformer)
     loaded = load(pipe, file)
     patch = trp.patch(pipe, preset)
-    torch.testing.assert_close(output(model), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(output_of(model), expected, rtol=2e-5, atol=2e-5)
     if preset == "exact":
         loaded.undo()
-        torch.testing.assert_close(output(model), plain, rtol=3e-5, atol=3e-5)
+        torch.testing.assert_close(output_of(model), plain, rtol=3e-5, atol=3e-5)
         loaded = load(pipe, file)
-        torch.testing.assert_close(output(model), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(output_of(model), expected, rtol=2e-5, atol=2e-5)
     else:
         with pytest.raises(RuntimeError, match="cannot be put back: its linear runs in 8 bits"):
             loaded.check_undoable()
@@ -381,16 +376,16 @@ def test_on_freed_weights_it_equals_one_loaded_before_the_patch():
     load(early, file)
     trp.patch(early, FREED)
     patch = trp.patch(late, FREED)
-    before, plain = everything(late.transformer), output(late.transformer)
+    before, plain = everything(late.transformer), output_of(late.transformer)
     loaded = load(late, file)
     assert not loaded.unused
     assert "+ LoRA" in patch.summary()
-    assert torch.equal(output(late.transformer), output(early.transformer))
+    assert torch.equal(output_of(late.transformer), output_of(early.transformer))
     with pytest.raises(RuntimeError, match=r"values .* were freed.*load a LoRA before the patch, or with"):
         late.transformer.state_dict()  # also what pipe.load_lora_weights asks for
     loaded.undo()
     assert_as_before(late.transformer, before)
-    assert torch.equal(output(late.transformer), plain)
+    assert torch.equal(output_of(late.transformer), plain)
 
 
 def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
@@ -447,10 +442,7 @@ def test_gpu_a_recorded_graph_sees_differences_and_their_undoing(preset):
     file = lora_files.lightx2v(copy.deepcopy(pipe.transformer).cpu())
     file.tensors = {key: tensor for key, tensor in file.tensors.items() if ".diff" in key}
     config = trp.Exact(cuda_graph="on") if preset == "exact" else "quantized"
-    inputs = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in tiny_transformer_inputs(pipe.transformer.cpu()).items()
-    }
+    inputs = moved(tiny_transformer_inputs(pipe.transformer.cpu()), "cuda")
     pipe.to("cuda")
     with trp.patch(pipe, config), torch.no_grad():
         outputs = [pipe.transformer(**inputs)[0].clone() for _ in range(3)]

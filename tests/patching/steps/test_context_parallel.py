@@ -18,7 +18,7 @@ from tests.patching.parallel_graphs import SCENARIOS, STEPS, kept_after_the_end,
 from tests.patching.steps.test_sparse_linear import with_own_projections
 from tests.patching.tape import replays
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import reference
 from turbo_rcm_patch.kernels.launch import recorded
 from turbo_rcm_patch.patching.steps.context_parallel import ulysses_attention, why_not_between_all_to_alls
@@ -237,7 +237,7 @@ def large_model_and_inputs(batch):
     """Large enough for a kernel to be running still when the host launches the next, and an exchange too; bf16."""
     model = tiny_wan_transformer(heads=8, head_dim=128, dtype=torch.bfloat16).cuda()
     inputs = tiny_transformer_inputs(model, batch, frames=5, height=48, width=64)
-    return model, {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    return model, moved(inputs, "cuda")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

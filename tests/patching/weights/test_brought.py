@@ -6,9 +6,9 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.quantized_models import CPU, add_lora, output_of
+from tests.patching.quantized_models import CPU, add_lora
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
-from tests.tiny_wan import tiny_wan_transformer
+from tests.tiny_wan import moved, output_of, tiny_wan_transformer
 from turbo_rcm_patch.patching.journal import Journal
 from turbo_rcm_patch.patching.weights.brought import between_hooks
 from turbo_rcm_patch.patching.weights.convert import convert_weights
@@ -132,10 +132,7 @@ def test_results_on_a_gpu_are_those_of_a_model_that_rests_there(tier, place):
     gpu = torch.device("cuda")
     model = tiny_wan_transformer(dtype=torch.bfloat16)
     trp.patch(model, tier)
-    inputs = {
-        name: value.to(gpu) if isinstance(value, torch.Tensor) else value
-        for name, value in tiny_family_inputs("wan", model).items()
-    }
+    inputs = moved(tiny_family_inputs("wan", model), gpu)
     with torch.no_grad():
         expected = model.to(gpu)(**inputs)[0]
         model.to("cpu")

@@ -10,8 +10,8 @@ from torch import nn
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.quantized_models import CONFIG, CPU, ERROR, FREED, PER_BLOCK, output_of, up_to_date
-from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
+from tests.patching.quantized_models import CONFIG, CPU, ERROR, FREED, PER_BLOCK, up_to_date
+from tests.tiny_wan import output_of, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
 from turbo_rcm_patch.patching.weights import linear_8bit as quantized_linear
 from turbo_rcm_patch.patching.weights.convert import (

@@ -9,7 +9,7 @@ from diffusers.hooks.group_offloading import GroupOffloadingConfig, GroupOffload
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import output_of, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 
 CPU = torch.device("cpu")
@@ -17,11 +17,6 @@ CONFIG = trp.Quantized()
 FREED = trp.Quantized(restorable=False)
 ERROR = 0.05
 KINDS = {"blocks": ("block_level", 1), "leaves": ("leaf_level", None)}
-
-
-def output_of(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
 
 
 class Backend:
@@ -155,28 +150,22 @@ def test_originals_cannot_come_to_disk(tmp_path):
     assert torch.equal(output_of(model), expected)
 
 
-def on_gpu(model):
-    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
-    with torch.no_grad():
-        return model(**inputs)[0].cpu()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", ["patch", "offload"])
 def test_streams_of_a_gpu(first, kind):
     level, blocks = KINDS[kind]
     options = {"offload_type": level, "num_blocks_per_group": blocks, "use_stream": True}
-    model, expected = tiny_wan_transformer(), on_gpu(tiny_wan_transformer().cuda())
+    model, expected = tiny_wan_transformer(), output_of(tiny_wan_transformer().cuda(), "cuda").cpu()
     if first == "offload":
         model.enable_group_offload(torch.device("cuda"), **options)
-        assert relative_error(on_gpu(model), expected) <= 1e-5
+        assert relative_error(output_of(model, "cuda").cpu(), expected) <= 1e-5
     patch = trp.patch(model, CONFIG)
     if first == "patch":
         model.enable_group_offload(torch.device("cuda"), **options)
     for _ in range(3):
-        assert 1e-3 < relative_error(on_gpu(model), expected) <= ERROR
+        assert 1e-3 < relative_error(output_of(model, "cuda").cpu(), expected) <= ERROR
     patch.restore()
     for _ in range(3):
-        assert relative_error(on_gpu(model), expected) <= 1e-5
+        assert relative_error(output_of(model, "cuda").cpu(), expected) <= 1e-5
     assert not any(parameter.is_cuda for parameter in model.blocks.parameters())

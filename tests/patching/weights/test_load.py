@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import turbo_rcm_patch as trp
 from tests.tiny_families import EACH_MODEL, first_of, tiny_family_inputs, tiny_family_transformer
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import moved, output_of, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import INT8
 from turbo_rcm_patch.patching.weights import load as quantized_converted
 from turbo_rcm_patch.patching.weights import store as convert
@@ -40,11 +40,6 @@ def source(tmp_path_factory):
 def stored(source):
     convert_folder(source, source.parent / "out")
     return source.parent / "out"
-
-
-def output_of(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
 
 
 def patched(**options):
@@ -298,7 +293,7 @@ def test_loading_to_a_gpu(stored):
     model = empty(stored)
     load_converted(stored, model, CONFIG, device="cuda")
     assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
-    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs = moved(tiny_transformer_inputs(model), "cuda")
     expected = patched().cuda()
     for ours, theirs in zip(quantized_linears(model), quantized_linears(expected), strict=True):
         for name in PARTS[:2]:  # but for the norms, all bits: they were converted on the CPU and on a GPU

@@ -9,7 +9,7 @@ import torch
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import output_of, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS, QuantizedLinear
 
@@ -56,21 +56,15 @@ def on_card(monkeypatch):
     return watch
 
 
-def on_gpu(model):
-    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
-    with torch.no_grad():
-        return model(**inputs)[0].cpu()
-
-
 def resident():
     """Return the output of a quantized model on the GPU, and the memory that a call takes beside the weights."""
     model = tiny_wan_transformer(**LARGE)
     trp.patch(model, CONFIG)
     model.cuda()
-    on_gpu(model)
+    output_of(model, "cuda").cpu()
     before = allocated()
     torch.cuda.reset_peak_memory_stats()
-    return on_gpu(model), torch.cuda.max_memory_allocated() - before
+    return output_of(model, "cuda").cpu(), torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.gpu
@@ -92,7 +86,7 @@ def test_group_offload_holds_two_blocks_at_most(kind, first, on_card):
     found = on_card(model)
     for _ in range(3):  # with streams the second call learns the order, and the third brings blocks ahead
         torch.cuda.reset_peak_memory_stats()
-        assert relative_error(on_gpu(model), expected) <= 1e-3
+        assert relative_error(output_of(model, "cuda").cpu(), expected) <= 1e-3
         # A stream copies the next block while the last one's memory waits for its event.
         assert torch.cuda.max_memory_allocated() - empty - activations - others <= 3 * block
         assert allocated() - empty - others <= 2.1 * block
@@ -114,7 +108,7 @@ def test_accelerate_leaves_nothing_on_the_gpu(whole):
     else:
         accelerate.cpu_offload(model, execution_device=torch.device("cuda"))
     torch.cuda.reset_peak_memory_stats()
-    assert relative_error(on_gpu(model), expected) <= 1e-3
+    assert relative_error(output_of(model, "cuda").cpu(), expected) <= 1e-3
     assert torch.cuda.max_memory_allocated() - empty - activations <= (1.1 * every if whole else part)
     if whole:
         hook.offload()

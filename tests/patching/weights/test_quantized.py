@@ -13,7 +13,7 @@ from tests.patching.launches import around_launches
 from tests.patching.pairs import attributes_of, output_of
 from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
 from tests.tiny_families import DENSE, FAMILIES, tiny_family_inputs, tiny_family_transformer
-from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.patching.steps import in_8_bits
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
@@ -405,7 +405,5 @@ def test_meta_tensors():
     model = tiny_wan_transformer()
     with torch.no_grad(), trp.patch(model, "quantized"):
         model.to("meta")
-        inputs = {
-            k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()
-        }
+        inputs = moved(tiny_transformer_inputs(model), "meta")
         assert model(**inputs)[0].shape == inputs["hidden_states"].shape

@@ -12,7 +12,7 @@ from tests.oracle import relative_error
 from tests.patching.tape import assert_replayed, graphs_of, inputs_for, make_models, replays, run, warm
 from tests.patching.test_equivalence import captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
 from tests.patching.weights.test_quantized_summary import JOIN, expected_launches, launched
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import moved, tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.kernels.launch import Launch, launch_kernel
@@ -93,7 +93,7 @@ def test_what_is_launched_is_what_the_summary_says(launches, frames):
     """A call has few tokens, or as many as the kernels for sm_90 need."""
     size = {"frames": frames, "height": 4, "width": 6} if frames == 3 else {"frames": 21, "height": 60, "width": 56}
     model, _ = model_and_inputs("t2v", GPU, torch.bfloat16, **SIZES, rope_max_seq_len=64)
-    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs_for(model, batch=1, **size).items()}
+    inputs = moved(inputs_for(model, batch=1, **size), "cuda")
     patch = trp.patch(model, config(cuda_graph="off", attention="triton", linears="triton"))
     run(model, inputs)  # compiles
     launches.clear()
@@ -115,7 +115,7 @@ def graphed_pair(**options):
 
 def gpu_inputs(model, **options):
     inputs = inputs_for(model, **options)
-    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    return moved(inputs, "cuda")
 
 
 def test_a_replayed_model_computes_the_same():

@@ -10,7 +10,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from scripts.tools import compile_without_gpu
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import FP8, INT8
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.weights import convert as quantized_weights
@@ -89,7 +89,7 @@ def launched(launch):
 def check(model, patch, inputs, capability):
     """Compare the launches of a forward on a GPU with the summary after it; returns the rows by sub-layer and step."""
     model.to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = moved(inputs, "meta")
     with torch.no_grad(), meta_is_gpu(capability, compile_without_gpu.MULTIPROCESSORS):
         launches = compile_without_gpu.record_launches(lambda: model(**inputs), capability)
         rows = patch.rows()
@@ -179,7 +179,7 @@ def test_one_part_alone(options, converted_for):
     model = wan()
     patch = trp.patch(model, config(**options))
     model.to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs = moved(tiny_transformer_inputs(model), "meta")
     with torch.no_grad(), meta_is_gpu((8, 9), compile_without_gpu.MULTIPROCESSORS):
         launches = compile_without_gpu.record_launches(lambda: model(**inputs), (8, 9))
         rows = {(row.sub_layer, row.step): row for row in patch.rows()}
@@ -217,7 +217,7 @@ def test_other_families(name, converted_for):
     model = tiny_family_transformer(name, torch.bfloat16)
     patch = trp.patch(model, config())
     model.to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_family_inputs(name, model).items()}
+    inputs = moved(tiny_family_inputs(name, model), "meta")
     with torch.no_grad(), meta_is_gpu((8, 9), compile_without_gpu.MULTIPROCESSORS):
         launches = compile_without_gpu.record_launches(lambda: model(**inputs), (8, 9))
         rows = patch.rows()
@@ -233,7 +233,7 @@ def test_lora_and_a_hook_on_some(converted_for):
     model.blocks[1].attn1.to_q.register_forward_hook(lambda module, args, output: output)
     model.blocks[1].attn1.norm_k.register_forward_hook(lambda module, args, output: output)
     model.to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs = moved(tiny_transformer_inputs(model), "meta")
     with torch.no_grad(), meta_is_gpu((8, 9), compile_without_gpu.MULTIPROCESSORS):
         names = Counter(
             launch.kernel.fn.__name__ for launch in compile_without_gpu.record_launches(lambda: model(**inputs), (8, 9))
@@ -255,7 +255,7 @@ def test_lora_beside_a_gate_on_sm_90(residual, converted_for):
     patch = trp.patch(model, config(residual=residual))
     model.add_adapter(LoraConfig(r=4, target_modules=r"blocks\.0\.(attn1\.to_out\.0|ffn\.net\.2)"))
     model.to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs = moved(tiny_transformer_inputs(model), "meta")
     for switch in (model.enable_lora, model.disable_lora, model.enable_lora):
         switch()
         with torch.no_grad(), meta_is_gpu((9, 0), compile_without_gpu.MULTIPROCESSORS):
@@ -280,7 +280,7 @@ def test_a_residual_in_fp16_where_a_lora_loses_nothing_by_it(capability, convert
     patch = trp.patch(model, config())
     model.add_adapter(LoraConfig(r=4, target_modules=["to_out.0", "ffn.net.2"]))
     model.to("meta")
-    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs = moved(tiny_transformer_inputs(model), "meta")
     with torch.no_grad(), meta_is_gpu(capability, compile_without_gpu.MULTIPROCESSORS):
         compile_without_gpu.record_launches(lambda: model(**inputs), capability)
         assert "residual between a block's skips: float16, divided by 32\n" in patch.summary()

@@ -9,7 +9,7 @@ from torch import nn
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG, ERROR, FREED, add_lora
-from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import output_of, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE, QuantizedLinear, convert
@@ -21,15 +21,6 @@ def model():
 
 
 LARGE = {"heads": 8, "head_dim": 128, "ffn_dim": 4096, "layers": 4, "dtype": torch.bfloat16}
-
-
-def moved(inputs, device):
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-
-
-def on_gpu(model):
-    with torch.no_grad():
-        return model(**moved(tiny_transformer_inputs(model), "cuda"))[0]
 
 
 def allocated():
@@ -44,11 +35,11 @@ def allocated():
 def test_linears_take_half_on_a_gpu(first, config):
     """For real models test_needs.py shows at most 55 %: their embeddings are a smaller part."""
     with trp.patch(tiny_wan_transformer(**LARGE).cuda(), CONFIG) as patch:
-        on_gpu(patch.transformers["transformer"])  # allocates what libraries keep
+        output_of(patch.transformers["transformer"], "cuda")  # allocates what libraries keep
     del patch
     empty = allocated()
     model = tiny_wan_transformer(**LARGE).cuda()
-    full, expected = allocated() - empty, on_gpu(model)
+    full, expected = allocated() - empty, output_of(model, "cuda")
     sizes = [linear.weight.nbytes for linear in model.blocks.modules() if isinstance(linear, nn.Linear)]
     model.cpu()
     assert allocated() - empty < 0.01 * full
@@ -60,7 +51,7 @@ def test_linears_take_half_on_a_gpu(first, config):
         assert torch.cuda.max_memory_allocated() - empty <= max(sizes) / 2 + 5 * 4 * AT_ONCE
         model.cuda()
     assert allocated() - empty <= full - 0.49 * sum(sizes)
-    assert relative_error(on_gpu(model), expected) <= ERROR
+    assert relative_error(output_of(model, "cuda"), expected) <= ERROR
     assert all(linear.original.device.type in ("cpu", "meta") for linear in quantized_linears(model))
     del model
     assert allocated() - empty < 0.01 * full
@@ -81,19 +72,19 @@ def test_conversion_on_a_gpu_is_that_on_the_cpu(format):
 @pytest.mark.gpu
 def test_restore_brings_the_originals_to_where_the_model_is():
     model = tiny_wan_transformer(**LARGE).cuda()
-    parameters, expected = {name: id(p) for name, p in model.named_parameters()}, on_gpu(model)
+    parameters, expected = {name: id(p) for name, p in model.named_parameters()}, output_of(model, "cuda")
     patch = trp.patch(model, CONFIG)
     model.cpu()
     model.cuda()
     patch.restore()
     assert {name: id(p) for name, p in model.named_parameters()} == parameters
     assert all(parameter.is_cuda for parameter in model.parameters())
-    assert torch.equal(on_gpu(model), expected)
+    assert torch.equal(output_of(model, "cuda"), expected)
     patch = trp.patch(model, CONFIG)
     model.cpu()
     patch.restore()
     assert not any(parameter.is_cuda for parameter in model.parameters())
-    assert torch.equal(on_gpu(model.cuda()), expected)
+    assert torch.equal(output_of(model.cuda(), "cuda"), expected)
 
 
 @pytest.mark.gpu
@@ -105,12 +96,12 @@ def test_lora_on_a_gpu(when):
     patch = trp.patch(model, CONFIG)
     if when == "after":
         add_lora(model)
-    assert relative_error(on_gpu(model), on_gpu(plain)) <= ERROR
+    assert relative_error(output_of(model, "cuda"), output_of(plain, "cuda")) <= ERROR
     patch.restore()
     for each in (model, plain):
         each.fuse_lora()
         each.unload_lora()
-    assert torch.equal(on_gpu(model), on_gpu(plain))
+    assert torch.equal(output_of(model, "cuda"), output_of(plain, "cuda"))
 
 
 @pytest.mark.gpu

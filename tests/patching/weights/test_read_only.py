@@ -11,8 +11,8 @@ from torch.nn.utils import parametrize, prune
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error, same_tensors
-from tests.patching.quantized_models import CONFIG, FREED, PER_BLOCK, add_lora, output_of
-from tests.tiny_wan import tiny_wan_transformer
+from tests.patching.quantized_models import CONFIG, FREED, PER_BLOCK, add_lora
+from tests.tiny_wan import output_of, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
 from turbo_rcm_patch.tiers import QUANTIZED

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks, shard
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import is_quantized
 from turbo_rcm_patch.patching.weights.linear_8bit import VALUES
 
@@ -19,7 +19,7 @@ def model_and_inputs(device="cpu"):
     """Return a model and its inputs: fp32 on the CPU, bf16 on a GPU, where kernels take it."""
     model = tiny_wan_transformer(dtype=torch.float32 if device == "cpu" else torch.bfloat16).to(device)
     inputs = tiny_transformer_inputs(model)
-    return model, {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    return model, moved(inputs, device)
 
 
 def values_8bit(model):

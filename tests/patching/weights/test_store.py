@@ -9,7 +9,7 @@ from diffusers import WanTransformer3DModel
 import turbo_rcm_patch as trp
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.oracle import relative_error, same_tensors
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import output_of, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.load import FILE
 from turbo_rcm_patch.patching.weights.store import convert_model
 
@@ -28,11 +28,6 @@ def turbo(path, *, prefix="", quant=False, **options):
     return weights
 
 
-def run(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
-
-
 @pytest.mark.parametrize("options", [{}, I2V], ids=["t2v", "i2v"])
 def test_weights_without_sla_become_diffusers_own(tmp_path, options):
     """The config is inferred: that of a model with heads of 128 channels, as every Wan has."""
@@ -42,7 +37,7 @@ def test_weights_without_sla_become_diffusers_own(tmp_path, options):
     again = WanTransformer3DModel.from_pretrained(tmp_path / "out")
     configs = [json.loads(each.to_json_string()) for each in (again, model)]
     assert {**configs[0], "_name_or_path": None} == {**configs[1], "_name_or_path": None}
-    assert torch.equal(run(again), run(model))
+    assert torch.equal(output_of(again), output_of(model))
 
 
 def test_weights_with_sla_become_diffusers_files_with_projections(tmp_path):
@@ -51,7 +46,7 @@ def test_weights_with_sla_become_diffusers_files_with_projections(tmp_path):
     from_file, from_folder = model_of(seed=1), model_of(seed=2)
     trp.load_turbodiffusion(tmp_path / "TurboWan.pth", from_file, attention="sla", **OF_PROJ_L)
     trp.load_turbodiffusion(tmp_path / "out", from_folder, attention="sla", **OF_PROJ_L)
-    assert torch.equal(run(from_file), run(from_folder))
+    assert torch.equal(output_of(from_file), output_of(from_folder))
 
 
 @pytest.mark.parametrize("quant", [False, True])
@@ -72,7 +67,7 @@ def test_stored_in_8_bits_and_loaded_is_what_is_loaded_from_the_file(tmp_path, q
     ours, theirs = (dict(model.named_buffers()) | dict(model.named_parameters()) for model in (stored, from_file))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].float(), theirs[name].float()) for name in ours)
-    assert relative_error(run(stored), run(from_file)) < 1e-6
+    assert relative_error(output_of(stored), output_of(from_file)) < 1e-6
     assert "SLA" in patch.summary()
 
 
@@ -132,10 +127,10 @@ def test_two_experts_are_converted_one_by_one(tmp_path):
         convert_model(tmp_path / f"{name}.pth", tmp_path / "out" / name, sparse, dtype=torch.float32)
         trp.load_turbodiffusion(tmp_path / f"{name}.pth", expert := model_of(), **OF_PROJ_L)
         setattr(pipe, name, model_of())
-        expected[name] = run(expert)
+        expected[name] = output_of(expert)
     trp.load_converted(tmp_path / "out", pipe, sparse)
     for name, result in expected.items():
-        assert relative_error(run(getattr(pipe, name)), result) < 1e-6
+        assert relative_error(output_of(getattr(pipe, name)), result) < 1e-6
 
 
 def test_a_folder_for_the_exact_tier_keeps_every_value(tmp_path):

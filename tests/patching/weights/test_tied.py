@@ -7,8 +7,8 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.quantized_models import CONFIG, ERROR, output_of
-from tests.tiny_wan import tiny_wan_transformer
+from tests.patching.quantized_models import CONFIG, ERROR
+from tests.tiny_wan import output_of, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
 
