@@ -35,6 +35,7 @@ from scripts.benchmarks.memory_cap import random_latents, random_model
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.timing import in_turns
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.memory.streaming import stop_streaming
 from turbo_rcm_patch.patching.families.wan.cases import CASES
 from turbo_rcm_patch.tables import table
 
@@ -91,22 +92,13 @@ def offloaded(model: WanTransformer3DModel, tier: str, place: str, device: torch
     offload(model, device, record_stream=place.endswith(RECORD_STREAM))
     with patch or trp.patch(model, tier):
         yield
-    remove_offloading(model)
+    stop_streaming(model)
 
 
 def offload(model: WanTransformer3DModel, device: torch.device, *, record_stream: bool) -> None:
     """Enable diffusers' block-level offloading on a stream."""
     options = {"offload_type": "block_level", "num_blocks_per_group": 1, "use_stream": True}
     model.enable_group_offload(device, torch.device("cpu"), record_stream=record_stream, **options)
-
-
-def remove_offloading(model: WanTransformer3DModel) -> None:
-    """Remove the hooks of group offloading, for which diffusers has no method."""
-    for module in model.modules():
-        if hasattr(module, "_diffusers_hook"):
-            for name in list(module._diffusers_hook.hooks):
-                module._diffusers_hook.remove_hook(name, recurse=False)
-            del module._diffusers_hook
 
 
 def measure(model: WanTransformer3DModel, inputs: tuple, repeats: int) -> dict:

@@ -7,7 +7,6 @@ attention would average thousands of random values to almost nothing, and the re
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from turbo_rcm_patch import coefficients, kernels
+from turbo_rcm_patch.bench.coding import without_tf32
 from turbo_rcm_patch.bench.environment import Environment, describe_environment
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.ops import take_turns
@@ -161,7 +161,7 @@ def benchmark_all_implementations(
         raise ValueError(f"B={B}, N={N}, repeats={repeats}; B and N must be at least 1 and repeats at least 2.")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = []
-    with _exact_fp32_matmuls():
+    with without_tf32():
         for dtype in dtypes:
             problem = draw_problem(B, N, C, num_heads, DTYPES[dtype], device)
             rows += _benchmark(problem, dtype, modes, repeats, compile_rivals)
@@ -172,16 +172,6 @@ def benchmark_all_implementations(
 def _check_among(name: str, given: Sequence[str], accepted: Sequence[str]) -> None:
     if not given or isinstance(given, str) or any(one not in accepted for one in given):
         raise ValueError(f"{name}={given!r}; give some of {', '.join(accepted)} in a list.")
-
-
-@contextlib.contextmanager
-def _exact_fp32_matmuls() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def draw_problem(B: int, N: int, C: int, num_heads: int, dtype: torch.dtype, device: torch.device) -> Problem:

@@ -14,7 +14,7 @@ def test_every_variant_has_a_turn_there_and_one_back(monkeypatch):
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     offloads = []
     monkeypatch.setattr(benchmark, "offload", lambda model, device, record_stream: offloads.append(record_stream))
-    monkeypatch.setattr(benchmark, "remove_offloading", lambda model: offloads.clear())
+    monkeypatch.setattr(benchmark, "stop_streaming", lambda model: offloads.clear())
 
     def measure(model, inputs, repeats):
         states.append((model.blocks[0].ffn.net[2].__class__.__name__, *offloads))

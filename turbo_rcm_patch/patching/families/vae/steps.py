@@ -37,11 +37,11 @@ class VaePlan:
 
         of_image: True if x is an image. Of the window only the last frame counts then, because there are zeros before.
         """
-        return self._once(image_convolution if of_image else convolution, conv, shape)
+        return self._once(convolution, conv, shape, of_image=of_image)
 
     def convolution_8bit(self, conv: nn.Conv3d, shape: tuple[int, ...], of_image: bool) -> Step:
         """Return the step of a convolution in 8 bits, for x of this shape without the pixels around images."""
-        return self._once(image_convolution_8bit if of_image else convolution_8bit, conv, shape)
+        return self._once(convolution_8bit, conv, shape, of_image=of_image)
 
     def downsampling(self, conv: nn.Conv2d | nn.Conv3d) -> Step:
         """Return the step of a convolution that halves height and width, or frames."""
@@ -55,21 +55,11 @@ class VaePlan:
         """Return the step of an attention."""
         return self._once(attention, channels)
 
-    def _once(self, choose: Callable[..., Step], *given: object) -> Step:
-        key = choose, *given
+    def _once(self, choose: Callable[..., Step], *given: object, **options: object) -> Step:
+        key = choose, *given, *options.values()
         if key not in self._steps:
-            self._steps[key] = choose(*given, self.call)
+            self._steps[key] = choose(*given, self.call, **options)
         return self._steps[key]
-
-
-def image_convolution_8bit(conv: nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
-    """Return a convolution in 8 bits for an image: with the last frame of the window."""
-    return convolution_8bit(conv, shape, call, of_image=True)
-
-
-def image_convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
-    """Return a convolution for an image: with the last frame of the window."""
-    return convolution(conv, shape, call, of_image=True)
 
 
 def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call, *, of_image: bool = False) -> Step:
@@ -82,6 +72,8 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call,
     In the decoder a convolution over images with a window of 3×3 and stride 1 comes after upsampling. Its step doubles
     x's height and width first, by repeating pixels. Its residual may be smaller, as `kernels.conv_skip` takes it. A
     convolution over time alone has the channels of two frames, and returns [B, 2 T, H, W, N / 2].
+
+    of_image: True if only the last frame of the window counts.
     """
     kt, kh, kw = kernel_size(conv)
     upsample, interleave = isinstance(conv, nn.Conv2d) and kh > 1, 2 if (kt, kh) == (3, 1) else 1
