@@ -29,6 +29,7 @@ PREFIXES = (
 _WRAPPER = re.compile(r"(?<![a-z])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[._]")
 
 PROJ_L = "proj_l"
+OTHERS = r"(vae|audio_vae|vocoder|text_encoders|text_embedding_projection)\."  # in ComfyUI's files of whole pipelines
 
 
 @dataclass(frozen=True)

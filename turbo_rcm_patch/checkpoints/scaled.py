@@ -22,7 +22,7 @@ from .lazy import LazyTensor, Tensors
 
 FORMATS = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}  # dtypes whose values can be used as they are
 _MARK, _COMFY, _SCALES = "scaled_fp8", "comfy_quant", ("scale_weight", "weight_scale")
-_PARTS = (*_SCALES, _COMFY, "scale_input", "input_scale")
+PARTS = (*_SCALES, _COMFY, "scale_input", "input_scale")
 _ALONE = ("float8_e4m3fn",)  # the dtype that is common without any scale
 _EIGHT_BITS = (*FORMATS, "float8_e5m2")
 _WIDE = ("float", "float16", "bfloat16", "float32")  # older files have a scale, of 1, beside such weights too
@@ -55,7 +55,7 @@ class Scales:
         formats: dict[str, str] = {}
         for name in list(found):
             layer, _, part = name.rpartition(".")
-            if name != _MARK and not (part in _PARTS and f"{layer}.weight" in found):
+            if name != _MARK and not (part in PARTS and f"{layer}.weight" in found):
                 continue
             key = found.pop(name)
             self.marks.append(key)
@@ -93,7 +93,12 @@ class Scales:
 
 def has_scales(keys: Iterable[str]) -> bool:
     """True if a file's keys belong to weights in 8 bits with scales: those above, or TurboDiffusion's."""
-    return any(key.rpartition(".")[2] in (_MARK, *_PARTS, "int8_weight") for key in keys)
+    return any(key.rpartition(".")[2] in (_MARK, *PARTS, "int8_weight") for key in keys)
+
+
+def has_unscaled(tensors: Tensors) -> bool:
+    """True if a file has matrices in e4m3, of which most makers give no scales."""
+    return any(len(tensor.shape) == 2 and tensor.dtype in _ALONE for tensor in tensors.values())
 
 
 def is_8_bits(tensor: LazyTensor) -> bool:

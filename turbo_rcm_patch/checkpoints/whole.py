@@ -20,7 +20,7 @@ from torch import nn
 
 from .lazy import LazyTensor, Tensors
 from .names import PROJ_L, Names, modules_of, without_prefix
-from .scaled import FORMATS, Scales, is_8_bits
+from .scaled import FORMATS, PARTS, REMEDY, Scales, is_8_bits
 
 QUANTIZED_BLOCK = 128
 _NO_WEIGHTS = ("_extra_state", "freqs")  # ends of names: buffers that are computed
@@ -86,7 +86,7 @@ class WholeModel:
                 self.weights[name] = weight
         self.proj_l = _take_proj_l(tensors, found, model, names, problems)
         problems.unexpected += found.values()
-        refuse_companions(self.source, found, every)
+        refuse_companions(self.source, found, every, frozenset(map(without_prefix, problems.missing)))
         if partial:
             self.unfit = problems.lines()
         else:
@@ -117,8 +117,7 @@ class WholeModel:
         if not _fits(key, tensor, shape, problems):
             return None
         if not tensor.floating:
-            problems.misshapen.append(f"{key} holds integers, but the file has no scales for them")
-            return None
+            raise ValueError(f"{self.source}: {key} holds integers, but the file has no scales for them. {REMEDY}")
         return Weight((key,), lambda: tensor.load().reshape(shape))
 
     def _scaled(
@@ -208,21 +207,26 @@ class _Problems:
             raise ValueError(f"{source} does not fit the {model}; give a file that does. {'; '.join(lines)}.")
 
 
-def refuse_companions(source: str, unknown: Mapping[str, str], every: Set[str]) -> None:
-    """Raise ValueError if a weight has an unknown tensor beside it, such as the scale of fp8 values.
+def refuse_companions(
+    source: str, unknown: Mapping[str, str], every: Set[str], missing: Set[str] = frozenset()
+) -> None:
+    """Raise ValueError if an unknown tensor is beside a weight, such as the scale of fp8 values, or in its place.
 
-    unknown: the keys of tensors that nothing was made of, by their names. every: all names in the file.
+    unknown: the keys of tensors that nothing was made of, by their names. every: all names in the file. missing: the
+    names of parameters that it lacks.
     """
     for name, key in unknown.items():
         parts = name.split(".")
         if parts[-1] in ("weight", "bias"):
             continue  # of a module that the model does not have
-        weights = (".".join([*parts[:count], "weight"]) for count in range(1, len(parts)))
-        weight = next((weight for weight in weights if weight in every), None)
-        if weight is not None:
+        weights = [".".join([*parts[:count], "weight"]) for count in range(1, len(parts))]
+        beside = next((f"beside {weight}" for weight in weights if weight in every), None)
+        if parts[-1] not in PARTS:  # a known part's weight was lost
+            beside = beside or next((f"in place of {weight}" for weight in weights if weight in missing), None)
+        if beside is not None:
             raise ValueError(
-                f"{source} has {key} beside {weight}: its weights are quantised in a format that is not known here. "
-                "Give the file with weights in bf16, fp16 or fp32."
+                f"{source} has {key} {beside}: its weights are quantised in a format that is not known here. Give the "
+                "file with weights in bf16, fp16 or fp32."
             )
 
 

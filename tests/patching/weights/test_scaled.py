@@ -101,6 +101,17 @@ def test_other_spellings_of_the_same(file):
         assert_as_in_the_file(model, own, without_scales(own))
 
 
+def test_a_file_of_comfyui_with_the_other_models_of_a_pipeline(file):
+    model, weights = tiny_wan_transformer(**SIZE), scaled()
+    whole = {f"model.diffusion_model.{name}": tensor for name, tensor in weights.items()}
+    encoder = "text_encoders.umt5xxl.transformer"
+    for name in ("vae.decoder.conv1.weight", f"{encoder}.shared.weight", f"{encoder}.scaled_fp8"):
+        whole[name] = torch.ones(4, 4).to(E4M3)
+    whole[f"{encoder}.shared.scale_weight"] = torch.ones(1)
+    trp.load_turbodiffusion(file(whole), model, "quantized")
+    assert_as_in_the_file(model, weights, without_scales(weights))
+
+
 def test_layers_that_the_file_has_in_16_bits_stay_so(file):
     model, wide = tiny_wan_transformer(**SIZE), (Q, "blocks.0.cross_attn.k", "blocks.1.ffn.0", "blocks.1.self_attn.o")
     weights = scaled(keep=wide)
@@ -292,6 +303,18 @@ def of_scale(change):
     return lambda w: w.update({f"{FFN}.weight_scale": change(w[f"{FFN}.weight_scale"])})
 
 
+def without_any_scale(weights):
+    for name in list(weights):
+        if name.rpartition(".")[2] not in ("weight", "bias", "modulation"):
+            del weights[name]
+    weights[f"{Q}.weight"] = weights[f"{Q}.weight"].view(INT8)
+
+
+def another_model(weights):
+    weights.clear()
+    weights["encoder.block.0.layer.0.SelfAttention.q.weight"] = torch.ones(4, 4)
+
+
 NAMED = r"\S+safetensors is quantised as {}, which is not supported \(\S+comfy_quant says so\)\. Give"
 DAMAGED = r"weight_scale has values that are not positive and finite"
 REFUSED = {
@@ -322,6 +345,12 @@ REFUSED = {
         "smooth beside .* in a format that is not known",
     ),
     "weight": (lambda w: w.update({f"{FFN}.weight": w[f"{FFN}.weight"][:, :8]}), r"is \[256, 8\], not \[256, 256\]"),
+    "packed": (
+        lambda w: w.update({f"{FFN}.qweight": w.pop(f"{FFN}.weight").view(torch.uint8)}),
+        rf"{FFN}\.qweight in place of {FFN}\.weight: its weights are quantised in a format that is not known",
+    ),
+    "integers": (without_any_scale, rf"{Q}\.weight holds integers, but the file has no scales for them\. Give"),
+    "another model": (another_model, "holds no transformer, but the WanTransformer3DModel takes weights of Wan"),
 }
 
 

@@ -54,11 +54,11 @@ def model_in(source: Path, tensors: Tensors) -> nn.Module:
 def weights_in(source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False) -> WholeModel:
     """Return a file's weights for a model (`WholeModel`). Raises ValueError also for a file of another family."""
     names = family_of(model).names
-    other = None if names.fit(tensors) else next((f.names.title for f in FAMILIES if f.names.fit(tensors)), None)
-    if other is not None:
+    if not names.fit(tensors):
+        other = next((f"weights of {f.names.title}" for f in FAMILIES if f.names.fit(tensors)), "no transformer")
         raise ValueError(
-            f"{source} holds weights of {other}, but the {type(model).__name__} takes weights of {names.title}; give a "
-            "file with these."
+            f"{source} holds {other}, but the {type(model).__name__} takes weights of {names.title}; give a file with "
+            "these."
         )
     return WholeModel(source, tensors, model, names, partial=partial)
 

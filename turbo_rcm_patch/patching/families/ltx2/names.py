@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ....checkpoints.names import Names
+from ....checkpoints.names import OTHERS, Names
 
 LTX2_NAMES = Names(
     "LTX-2",
@@ -20,5 +20,5 @@ LTX2_NAMES = Names(
         (r"\.norm_([qk])$", r".\1_norm"),
     ),
     ("attn1",),
-    ignored=re.compile(r"(video|audio)_embeddings_connector\."),  # in a pipeline these are the connectors' own
+    ignored=re.compile(rf"(video|audio)_embeddings_connector\.|{OTHERS}"),  # connectors are in a pipeline by themselves
 )

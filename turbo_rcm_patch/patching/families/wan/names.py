@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ....checkpoints.names import Names
+from ....checkpoints.names import OTHERS, Names
 
 WAN_NAMES = Names(
     "Wan",
@@ -37,4 +37,5 @@ WAN_NAMES = Names(
     ),
     ("attn1", "self_attn"),
     of_image=re.compile(r"(^|[._])(img_emb|image_embedder|k_img|v_img|add_[kv]_proj|norm_added_[kq])([._]|$)"),
+    ignored=re.compile(OTHERS),
 )
