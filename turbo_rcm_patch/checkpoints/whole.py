@@ -87,6 +87,9 @@ class WholeModel:
         self.proj_l = _take_proj_l(tensors, found, model, names, problems)
         problems.unexpected += found.values()
         refuse_companions(self.source, found, every, frozenset(map(without_prefix, problems.missing)))
+        if problems.integers:
+            key = problems.integers[0]
+            raise ValueError(f"{self.source}: {key} holds integers, but the file has no scales for them. {REMEDY}")
         if partial:
             self.unfit = problems.lines()
         else:
@@ -117,7 +120,8 @@ class WholeModel:
         if not _fits(key, tensor, shape, problems):
             return None
         if not tensor.floating:
-            raise ValueError(f"{self.source}: {key} holds integers, but the file has no scales for them. {REMEDY}")
+            problems.integers.append(key)
+            return None
         return Weight((key,), lambda: tensor.load().reshape(shape))
 
     def _scaled(
@@ -183,6 +187,7 @@ class _Problems:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.misshapen: list[str] = []
+        self.integers: list[str] = []  # without scales
 
     def is_right(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], dtype: str) -> bool:
         """True if a tensor is as expected; if not, a note is added. dtype: "float" stands for any float dtype."""

@@ -65,10 +65,17 @@ def test_a_model_with_more_channels_keeps_its_patch_embedding(saved):
     assert "blocks.1.attn1.proj_l.weight" in target.state_dict()
 
 
-def test_merging_files_of_another_model(saved):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("blocks.0.own", "have no common weights for a WanTransformer3DModel"),
+        ("encoder.weight", "holds no transformer, but the WanTransformer3DModel takes weights of Wan"),
+    ],
+)
+def test_merging_files_of_another_model(saved, name, message):
     model = tiny_wan_transformer()
-    path = saved({"weight": torch.zeros(3)})
-    with pytest.raises(trp.PatchError, match="have no common weights for a WanTransformer3DModel"):
+    path = saved({name: torch.zeros(3)})
+    with pytest.raises(trp.PatchError, match=message):
         trp.merge_turbodiffusion(path, path, model)
 
 
