@@ -116,7 +116,7 @@ MEASUREMENTS = {
     "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
     "first-step": ("scripts/benchmarks/first_step.py",),
     "host-time": ("scripts/benchmarks/host_time.py",),
-    "host-time-of-4-gpus": ("scripts/benchmarks/host_time.py", "--ulysses", "4"),  # on one GPU
+    "host-time-of-4-gpus": ("scripts/benchmarks/host_time.py", "--ulysses", "4"),  # which takes one GPU
     "text-encoder": ("scripts/benchmarks/text_encoder.py",),
     "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b"),
     "vae-wan2.1-720p": (*VAE, "wan2.1-14b"),

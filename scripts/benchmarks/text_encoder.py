@@ -24,6 +24,7 @@ from transformers import UMT5EncoderModel
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.amounts import in_gb
 from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.memory.streaming import stop_streaming, stream
 from turbo_rcm_patch.patching.families.wan.cases import UMT5_XXL
@@ -109,7 +110,7 @@ def embeddings(encoder: nn.Module, tokens: torch.Tensor, mask: torch.Tensor) -> 
 def all_rows(encoder: UMT5EncoderModel, prompts: dict, exact: dict, repeats: int) -> Iterator[dict]:
     """Yield the figures of each variant and prompt."""
     in_bf16 = {
-        count: relative(embeddings(encoder, *prompt)[:, :count], exact[count]) for count, prompt in prompts.items()
+        count: relative_l2(embeddings(encoder, *prompt)[:, :count], exact[count]) for count, prompt in prompts.items()
     }
     for name, (patched, streams) in VARIANTS.items():
         device = encoder.device
@@ -145,7 +146,7 @@ def measure(encoder: nn.Module, prompt: tuple, count: int, exact: torch.Tensor, 
         "seconds": statistics.median(seconds),
         "weights": sum(tensor.nbytes for tensor in tensors.values()),
         "beside": None if before is None else torch.cuda.max_memory_allocated(device) - before,
-        "error": relative(found[:, :count], exact),
+        "error": relative_l2(found[:, :count], exact),
     }
 
 
@@ -154,24 +155,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the relative L2 error."""
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
-
-
 @torch.no_grad()
 def errors_by_group(encoder: UMT5EncoderModel, prompts: dict, exact: dict) -> Iterator[dict]:
     """Yield the errors with all linears' weights rounded to int8, with one scale for groups of several sizes."""
     linears = linears_of(encoder)
     originals = [linear.weight.clone() for linear in linears]
     in_bf16 = {
-        count: relative(embeddings(encoder, *prompt)[:, :count], exact[count]) for count, prompt in prompts.items()
+        count: relative_l2(embeddings(encoder, *prompt)[:, :count], exact[count]) for count, prompt in prompts.items()
     }
     for group in GROUPS:
         for linear, original in zip(linears, originals, strict=True):
             linear.weight.copy_(rounded(original, group))
         for count, prompt in prompts.items():
-            error = relative(embeddings(encoder, *prompt)[:, :count], exact[count])
+            error = relative_l2(embeddings(encoder, *prompt)[:, :count], exact[count])
             yield {"group": group, "tokens": count, "error": error, "of_bf16": error / in_bf16[count]}
     for linear, original in zip(linears, originals, strict=True):
         linear.weight.copy_(original)

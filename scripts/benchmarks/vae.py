@@ -120,7 +120,7 @@ def rows_of(vae: nn.Module, work: str, size: tuple[int, int, int], repeats: int)
 
 
 def decoded_strip(vae: nn.Module, z: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the frames of a strip in the middle of `count`, or of the second of two."""
+    """Return the frames of one of `count` strips: the one in the middle, or the second of two."""
     cuts = cuts_of(vae.decoder, strips_of(*z.shape[-2:], count)[count // 2])
     frames = frames_at_once(vae, z, None, shares=cuts.shares)
     return joined(decoded(vae, z, plan_for(vae, z), frames, cuts), output_shape(vae, z)[2])

@@ -71,7 +71,7 @@ class Scales:
             raise ValueError(f"{source} is named as a file of rotated weights, which are not supported. {REMEDY}")
 
     def apply_to(self, layer: str, tensor: LazyTensor) -> bool:
-        """True if a layer's weight has a scale, or is a matrix in 8 bits that should have one, or is used as it is."""
+        """True if a layer's weight has a scale, or is a matrix in 8 bits that should have one or needs none."""
         in_8_bits = len(tensor.shape) == 2 and is_8_bits(tensor)
         return layer in self._keys or (in_8_bits and (bool(self.marks) or tensor.dtype in _ALONE))
 

@@ -111,7 +111,7 @@ def _verdicts_table(verdicts: dict[str, Verdict], kernels: dict[str, str]) -> st
     lines = [["op", "ours, ms", "otherwise, ms", "the patch takes"]]
     for op, verdict in verdicts.items():
         taken = kernels.get(op, "ours" if verdict.is_ours else "PyTorch's")
-        rival = verdict.rival or None  # 0: no shape has a time
+        rival = verdict.rival or None  # 0 is the sum of no shapes' times
         lines.append([op, _milliseconds(verdict.ours), _milliseconds(rival), taken])
     return table(lines)
 

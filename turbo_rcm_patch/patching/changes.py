@@ -109,19 +109,18 @@ def _copy_collection(value: object) -> object:
 
 
 class WhileUnchanged(Generic[Key, Value]):
-    """The results of ``compute(key)`` about some objects, kept by key while a snapshot of the objects holds.
+    """Keeps what ``compute(key)`` returned about some objects, for each key, until one of the objects changes.
 
-    addresses, live: see Snapshot.
+    live: names of attributes whose changes do not count.
     """
 
     def __init__(
         self,
         objects: Callable[[], Iterable[object]],
         compute: Callable[[Key], Value],
-        addresses: bool = True,
         live: Collection[str] = (),
     ):
-        self._objects, self._compute, self._addresses, self._live = objects, compute, addresses, live
+        self._objects, self._compute, self._live = objects, compute, live
         self._known: tuple[Snapshot, dict[Key, Value]] | None = None
 
     def get(self, key: Key) -> Value:
@@ -129,7 +128,7 @@ class WhileUnchanged(Generic[Key, Value]):
         known = self._known
         if known is None or not known[0].holds():
             self._known = known = None  # lets go of modules that were removed
-            self._known = known = Snapshot(self._objects(), self._addresses, self._live), {}
+            self._known = known = Snapshot(self._objects(), live=self._live), {}
         _, values = known
         if key not in values:
             values[key] = self._compute(key)

@@ -198,11 +198,8 @@ class Plans:
         """The plan of the latest call, or None."""
         return None if self._known is None else self._known[2].get(self.latest)
 
-    def __deepcopy__(self, memo) -> Plans:
-        """Return empty plans, because these belong to the modules that are copied."""
-        return Plans()
-
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
+        """Copy and pickle as empty: plans belong to the copied modules."""
         return Plans, ()
 
 

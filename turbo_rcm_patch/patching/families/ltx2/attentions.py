@@ -147,7 +147,7 @@ def attentions_between(
 ) -> tuple[CrossAttention | Whole | None, CrossAttention | Whole | None]:
     """Return the attentions of the video to the audio, and of the audio to the video; None for one that does not run.
 
-    norms: `norms_between`. With these, both get normed streams and only modulate them.
+    norms: the steps of `norms_between`, which norm the streams before, so that the attentions only modulate them.
     """
     video, audio, call = ltx2_call.stream, ltx2_call.audio, ltx2_call.call
     if norms is None:

@@ -47,11 +47,8 @@ class SeenMasks:
             self._seen.popitem(last=False)
         return answer
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SeenMasks:
-        """Return an empty one, because masks belong to a generation."""
-        return SeenMasks()
-
     def __reduce__(self) -> tuple:
+        """Copy and pickle as empty: masks belong to a generation."""
         return SeenMasks, ()
 
 

@@ -329,7 +329,7 @@ def _alive_in_resample(block: nn.Module, resample: nn.Module, growth: int) -> in
     """Return the channels, per pixel of the block's input, that are alive at once in its upsampling to `growth` frames.
 
     They are the block's input, the last resnet's result, the doubled frames, and these enlarged and convolved. With a
-    shortcut they are the block's input, that result, and the shortcut's twice while it is laid out.
+    shortcut more may be alive later: the block's input, the upsampled result, and two copies of the shortcut.
     """
     given, channels, made = block.resnets[0].in_dim, resample.dim, resample.resample[1].out_channels
     frames = 2 if growth > 1 else 0
