@@ -27,17 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 import turbo_rcm_patch as trp
 from scripts.training.embedded.data import token_ids
 from scripts.training.embedded.text import embed
+from scripts.training.embedded.trajectory import STEPS, latent_shape, trajectory
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL, generate_videos, judge_videos
 from turbo_rcm_patch.bench.metrics import frame_psnr
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.shapes.grammar import Scene, draw_scene
-from turbo_rcm_patch.solvers import model_timesteps, rcm_times, sde_step
 
 COLOUR = "red"
 RANK, LINEARS = 8, ("to_q", "to_k", "to_v", "to_out.0")
 BATCH, LEARNING_RATE, UPDATES = 2, 4e-3, 240
-STEPS = 4  # of the sampler
 VIDEOS_AT_ONCE = 8
 WITHOUT, UNPATCHED = "without it, unpatched", "with it, unpatched"
 TIERS = {"with it, patched (exact)": "exact", "with it, patched (quantized)": "quantized"}
@@ -78,7 +77,7 @@ def train(options: argparse.Namespace) -> None:
     for update in range(options.updates):
         batch = [next(scenes) for _ in range(BATCH)]
         asked, painted = (text_of(pipe, captions) for captions in (batch, map(in_colour, batch)))
-        for velocity, wanted in trajectory(student, teacher, asked, painted, latent_shape(pipe)):
+        for velocity, wanted in trajectory(student, teacher, asked, painted, latent_shape(pipe, EMBEDDED_CALL)):
             error = (velocity - wanted).square().mean() / wanted.square().mean()
             error.backward()
         optimizer.step()
@@ -117,40 +116,6 @@ def in_colour(scene: Scene) -> Scene:
 def text_of(pipe: WanPipeline, scenes) -> torch.Tensor:
     with torch.no_grad():
         return embed(pipe.text_encoder, token_ids(pipe.tokenizer, list(map(str, scenes))).to(pipe.device))
-
-
-def latent_shape(pipe: WanPipeline) -> tuple[int, ...]:
-    """Return the shape [C, f, h, w] of an embedded call's latents."""
-    spatial, frames = (
-        pipe.vae_scale_factor_spatial,
-        1 + (EMBEDDED_CALL["num_frames"] - 1) // pipe.vae_scale_factor_temporal,
-    )
-    return (
-        pipe.transformer.config.in_channels,
-        frames,
-        EMBEDDED_CALL["height"] // spatial,
-        EMBEDDED_CALL["width"] // spatial,
-    )
-
-
-def trajectory(
-    student: WanTransformer3DModel,
-    teacher: WanTransformer3DModel,
-    asked: torch.Tensor,
-    painted: torch.Tensor,
-    shape: tuple[int, ...],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the student's velocity for a scene, and the teacher's for the painted one, at the student's own states."""
-    times = rcm_times(STEPS)
-    sample = times[0].item() * torch.randn(len(asked), *shape, device=asked.device)
-    for step, timestep in enumerate(model_timesteps(times[:-1]).to(asked.device)):
-        timestep = timestep.expand(len(sample))
-        with torch.no_grad():
-            wanted = teacher(sample, timestep, painted, return_dict=False)[0]
-        velocity = student(sample, timestep, asked, return_dict=False)[0]
-        yield velocity, wanted
-        t, t_next = times[step].item(), times[step + 1].item()
-        sample = sde_step(sample, velocity.detach(), t, t_next, torch.randn_like(sample))
 
 
 def count(options: argparse.Namespace) -> list[dict[str, object]]:

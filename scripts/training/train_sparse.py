@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 import turbo_rcm_patch as trp
 from scripts.training.embedded.progress import OutOfTime, Run
 from scripts.training.embedded.sparse import train_sparse
+from scripts.training.embedded.trajectory import latent_shape
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL
 
 STEPS = 600
@@ -43,13 +44,6 @@ def main(argv: list[str] | None = None) -> int:
     halves = {name: tensor.to("cpu", torch.float16).contiguous() for name, tensor in learned.items()}
     save_file(halves, options.output / "difference.safetensors")
     return 0
-
-
-def latent_shape(pipe, call: dict[str, object]) -> tuple[int, ...]:
-    """Return the shape [C, f, h, w] of a call's latents."""
-    spatial, temporal = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
-    frames = 1 + (call["num_frames"] - 1) // temporal
-    return pipe.transformer.config.in_channels, frames, call["height"] // spatial, call["width"] // spatial
 
 
 if __name__ == "__main__":

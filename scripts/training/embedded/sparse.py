@@ -20,19 +20,18 @@ import turbo_rcm_patch as trp
 from turbo_rcm_patch.embedded import SLA_BLOCKS
 from turbo_rcm_patch.modules import SparseLinearAttention
 from turbo_rcm_patch.shapes.grammar import draw_scene
-from turbo_rcm_patch.solvers import model_timesteps, rcm_times, sde_step
 
 from .data import token_ids
 from .optimizers import adamw, warmup_and_cosine
 from .progress import Run, Stage
 from .text import embed
+from .trajectory import trajectory
 
 BATCH = 8
 LEARNING_RATE = 2e-3
 KEPT = (0.1, 0.15, 0.2, 0.3)  # shares of key blocks that the updates learn for, in turns
 RANK = 16
 LINEARS = ("to_q", "to_k", "to_v", "to_out.0")
-STEPS = 4  # of the sampler
 ATTENTION_WEIGHT = 0.3  # of the attentions' error beside the velocity's
 
 
@@ -57,7 +56,7 @@ def train_sparse(run: Run, pipe: WanPipeline, latent_shape: tuple[int, ...], num
             captions = [str(draw_scene(generator, held_out=False)) for _ in range(BATCH)]
             with torch.no_grad():
                 text = embed(pipe.text_encoder, token_ids(pipe.tokenizer, captions).to(run.device))
-            for velocity, expected in _trajectory(student, teacher, (BATCH, *latent_shape), text):
+            for velocity, expected in trajectory(student, teacher, text, text, latent_shape):
                 error = _relative(velocity, expected)
                 attention = sum(map(_relative, attended, wanted)) / len(wanted)
                 (error + ATTENTION_WEIGHT * attention).backward()
@@ -95,20 +94,6 @@ def difference(student: WanTransformer3DModel, teacher: WanTransformer3DModel) -
         else:
             found[name.replace(".default.", ".")] = value.clone()
     return found
-
-
-def _trajectory(student, teacher, shape, text) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the student's velocity and the teacher's at each state of the student's own sampler."""
-    times = rcm_times(STEPS)
-    sample = times[0].item() * torch.randn(shape, device=text.device)
-    for step, timestep in enumerate(model_timesteps(times[:-1]).to(text.device)):
-        inputs = sample, timestep.expand(len(sample)), text
-        with torch.no_grad():
-            expected = teacher(*inputs, return_dict=False)[0]
-        velocity = student(*inputs, return_dict=False)[0]
-        yield velocity, expected
-        t, t_next = times[step].item(), times[step + 1].item()
-        sample = sde_step(sample, velocity.detach(), t, t_next, torch.randn_like(sample))
 
 
 @contextlib.contextmanager

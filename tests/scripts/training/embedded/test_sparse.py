@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import turbo_rcm_patch as trp
 from scripts.training import train_sparse
-from scripts.training.embedded import sparse, text
+from scripts.training.embedded import sparse, text, trajectory
 from scripts.training.embedded.progress import Run
 from tests.lora_files import read_lora
 from tests.oracle import same_tensors
@@ -31,7 +31,7 @@ def pipe():
 
 def test_it_stops_goes_on_and_ends_as_if_it_had_not_stopped(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(train_sparse, "EMBEDDED_CALL", {**EMBEDDED_CALL, "height": 64, "width": 96, "num_frames": 5})
-    monkeypatch.setattr(sparse, "STEPS", 2)
+    monkeypatch.setattr(trajectory, "STEPS", 2)
     command = ["--seed", "3", "--steps", "2", "--output"]
     assert train_sparse.main([*command, str(tmp_path / "whole")]) == 0
     assert train_sparse.main([*command, str(tmp_path / "parts"), "--minutes", "0"]) == 75
@@ -76,9 +76,9 @@ def test_the_states_are_those_of_the_sampler():
         seen.append((x.clone(), timestep))
         return (torch.zeros_like(x),)
 
-    seen = []
+    seen, prompt = [], torch.zeros(1, 1, 1)
     torch.manual_seed(0)
-    assert len(list(sparse._trajectory(network, network, (1, *LATENTS), torch.zeros(1, 1, 1)))) == 4
+    assert len(list(trajectory.trajectory(network, network, prompt, prompt, LATENTS))) == 4
     states = [x for x, _ in seen[::2]]
     assert [timestep.item() for _, timestep in seen[::2]] == [988.0, 932.0, 852.0, 608.0]
     assert all(torch.equal(student, teacher) for (student, _), (teacher, _) in zip(seen[::2], seen[1::2], strict=True))
