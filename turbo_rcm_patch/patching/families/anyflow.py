@@ -32,18 +32,17 @@ from diffusers.models.transformers.transformer_anyflow_far import AnyFlowTransfo
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...config import PatchConfig
 from ...kernels import MAX_RUNS
 from ...plain import is_autocast
 from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
-from .family import Family, Targets
+from .family import Family
 from .wan.block import WanBlock
 from .wan.forward import run_block
 from .wan.modulation import TokenRuns, modulation
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, wan_blocks
+from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 from .wan.parts import embedder_forward as common_embedder_forward
 from .wan.sub_layers import Inputs
 
@@ -190,16 +189,6 @@ def _remember_runs(
     shared.runs = TokenRuns(rows, starts.int(), storage, timestep_proj._version)
 
 
-def more(transformer: AnyFlowTransformer3DModel, config: PatchConfig) -> Targets:
-    """Return the embedder with its forward."""
-    return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
-
-
-def causal_more(transformer: AnyFlowFARTransformer3DModel, config: PatchConfig) -> Targets:
-    """Return AnyFlow-FAR's embedder with its forward."""
-    return [("condition_embedder", transformer.condition_embedder, causal_embedder_forward)]
-
-
 _block = partial(
     WanBlock,
     angles=angles,
@@ -217,7 +206,7 @@ ANYFLOW = Family(
     (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=more,
+    more=partial(embedder, forward=embedder_forward),
     notes=lambda transformer: ["no CUDA graphs"],
 )
 ANYFLOW_FAR = Family(
@@ -226,6 +215,6 @@ ANYFLOW_FAR = Family(
     (wan_blocks("blocks", FARTransformerBlock, CAUSAL_BLOCK, block_forward, block_inputs),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=causal_more,
+    more=partial(embedder, forward=causal_embedder_forward),
     notes=lambda transformer: ["no CUDA graphs"],
 )

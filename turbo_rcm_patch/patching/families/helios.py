@@ -7,6 +7,7 @@ row of modulation each. Only the new frames attend to the prompt. RoPE's cos and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,18 +21,17 @@ from diffusers.models.transformers.transformer_helios import (
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...config import PatchConfig
 from ...kernels import MAX_RUNS
 from ...plain import is_autocast
 from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
-from .family import Family, Targets
+from .family import Family
 from .wan.block import WanBlock
 from .wan.forward import run_block
 from .wan.modulation import Row, TokenRuns, modulation
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, wan_blocks
+from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 from .wan.sub_layers import Inputs
 
 
@@ -160,11 +160,6 @@ def embedder_forward(
     return type(self).forward(self, timestep, encoder_hidden_states, is_return_encoder_hidden_states)
 
 
-def more(transformer: HeliosTransformer3DModel, config: PatchConfig) -> Targets:
-    """Return the condition embedder with its forward."""
-    return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
-
-
 BLOCK = HeliosBlock(
     HeliosAttention,
     HeliosAttnProcessor,
@@ -180,6 +175,6 @@ HELIOS = Family(
     (wan_blocks("blocks", HeliosTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=more,
+    more=partial(embedder, forward=embedder_forward),
     notes=lambda transformer: ["not fused: the patch embeddings of the history; no CUDA graphs"],
 )

@@ -29,17 +29,16 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...checkpoints.names import Names
-from ...config import PatchConfig
 from ...plain import is_autocast
 from ..steps.layers import Tables
 from ..steps.plan import state_of
 from ..steps.sparse_linear import rotate
-from .family import Blocks, Family, Measured, RandomWeights, Targets
+from .family import Blocks, Family, Measured, RandomWeights
 from .wan import block as wan
 from .wan.forward import run_block
 from .wan.measured import sub_layer_terms
 from .wan.modulation import modulation
-from .wan.parts import FIRST_LAYER, embedder_forward
+from .wan.parts import FIRST_LAYER, embedder
 from .wan.random_weights import sharpen_attention
 from .wan.sizes import SIZES
 from .wan.sub_layers import BlockPlan, Inputs, SelfAttention, Whole
@@ -328,11 +327,6 @@ def undo_outliers(block: nn.Module, channels: torch.Tensor, size: float) -> None
     block.norm3.weight[channels] = 1 / size
 
 
-def more(transformer: WanAnimate2Transformer3DModel, config: PatchConfig) -> Targets:
-    """Return the time embedding, which runs once before the blocks, with its forward."""
-    return [("time_embedding", transformer.time_embedding, embedder_forward)]
-
-
 BLOCK = AnimateBlock(
     WanAnimate2Attention,
     WanAnimate2AttnProcessor,
@@ -369,6 +363,6 @@ WAN_ANIMATE_2 = Family(
     (BLOCKS,),
     FIRST_LAYER,
     NAMES,
-    more=more,
+    more=partial(embedder, path="time_embedding"),
     notes=lambda transformer: ["each frame of a new video attends in a call of its own; no CUDA graphs"],
 )

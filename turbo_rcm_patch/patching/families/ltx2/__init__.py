@@ -29,11 +29,12 @@ from ...steps.plan import Shared
 from ...steps.sparse_linear import SparseForm
 from ..family import GRAPH, Binding, Blocks, Family, Measured, Pipeline, Targets, graph_of
 from ..graphs import TransformerGraphs
+from ..wan.parts import embedder_forward
 from .block import decide
 from .call import TOPK, LTX2Block, usual_call
 from .cases import CASES
 from .connector_free import pipeline_inputs
-from .forward import block_forward, block_inputs, time_embed_forward
+from .forward import block_forward, block_inputs
 from .from_files import from_files
 from .graph import GRAPHED, transformer_forward
 from .masks import MASKS, SeenMasks
@@ -63,7 +64,7 @@ LINEARS["feed_forward"] = tuple(f"{ff}.{name}" for ff in ("ff", "audio_ff") for 
 
 
 def _more(transformer: LTX2VideoTransformer3DModel, config: PatchConfig) -> Targets:
-    time_embed = ("time_embed", transformer.time_embed, time_embed_forward)
+    time_embed = ("time_embed", transformer.time_embed, embedder_forward)
     # Under a hook, such as model offloading, that holds the old forward, masks are not left out, and the model goes
     # without graphs.
     if hook_in_place_of_forward(transformer) and not only_shares_tokens(transformer):

@@ -7,10 +7,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle, LTX2VideoTransformerBlock
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 
 from ....plain import is_autocast
-from ...steps.plan import SHARED, Shared, Stream, call_of, state_of
+from ...steps.plan import Stream, call_of, state_of
 from ...steps.residual import warn_of_saturation
 from .block import decide
 from .call import NEEDS_PERTURBATION, LTX2Call, Prompt
@@ -156,10 +156,3 @@ def _call_of(block: LTX2VideoTransformerBlock, given: Arguments, inputs: Inputs)
 
 def _gate_varies_by(given: Given) -> str:
     return "token" if given.own.gate.shape[1] > 1 else "sample"
-
-
-def time_embed_forward(self: LTX2AdaLayerNormSingle, *args: object, **kwargs: object) -> object:
-    """The forward of the model's time embedding, which runs before the blocks. Bound on instances."""
-    shared: Shared = getattr(self, SHARED)
-    shared.begin_forward()
-    return type(self).forward(self, *args, **kwargs)

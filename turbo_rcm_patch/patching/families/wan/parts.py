@@ -70,12 +70,18 @@ def _rotate(kind: WanBlock, attn: nn.Module, x: torch.Tensor, rotary: object) ->
 
 
 def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-    """The forward of a transformer's condition embedder, which runs before the blocks; bound on instances."""
+    """The forward of a transformer's embedder, which runs before the blocks; bound on instances."""
     shared: Shared = getattr(self, SHARED)
     shared.begin_forward()
     return type(self).forward(self, *args, **kwargs)
 
 
-def embedder(transformer: nn.Module, config: PatchConfig) -> Targets:
-    """Return the condition embedder with its forward, for `Family.more`."""
-    return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
+def embedder(
+    transformer: nn.Module,
+    config: PatchConfig,
+    *,
+    path: str = "condition_embedder",
+    forward: Callable = embedder_forward,
+) -> Targets:
+    """Return the transformer's embedder, which runs before the blocks, with its forward, for `Family.more`."""
+    return [(path, transformer.get_submodule(path), forward)]
