@@ -127,8 +127,8 @@ def _sent_back(result: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> to
 def _by_halves(
     attend: Callable, parts: tuple[torch.Tensor, ...], ranks: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], object]:
-    """Return a call in which the second half is sent while the first one attends, and the first one's result while the
-    second one attends."""
+    """Return a call that sends the second half while the first attends, and the first half's result while the second
+    attends."""
     side = Side(device)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:

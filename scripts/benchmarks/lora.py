@@ -20,7 +20,7 @@ WITHOUT, ALONE = "patched without LoRA", "patched, one adapter"
 RESCALED, SWITCHED = "patched, a new scale at each step", "patched, another adapter at each step"
 BESIDE_A_LORA = (WITHOUT, RESCALED, ALONE, SWITCHED, COMPILED_AFTER_A_CHANGE)
 SHARE = 0.3  # the share of a projection's result that random adapters add
-GOLDEN = 0.618034  # whose multiples come near no earlier one's, by their fractions
+GOLDEN = 0.618034  # the golden ratio: the fractions of its multiples keep apart
 
 
 def add_random_lora(transformer: nn.Module, ranks: Sequence[int], seed: int = 0) -> None:

@@ -281,7 +281,7 @@ def _is_fp32(pipe: DiffusionPipeline) -> bool:
 def _fp32_copy(pipe: DiffusionPipeline) -> DiffusionPipeline:
     twin = copy.deepcopy(pipe)
     for model in _models(twin):
-        torch.nn.Module.float(model)  # diffusers' own ``to`` warns of a cast, which to fp32 loses nothing
+        torch.nn.Module.float(model)  # diffusers' own ``to`` would warn of the cast, but fp32 loses nothing
     return twin
 
 

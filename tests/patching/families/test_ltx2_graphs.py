@@ -75,7 +75,7 @@ def test_steps_with_new_inputs_are_replayed(tape, family, config):
 def test_other_arguments_have_graphs_of_their_own(tape):
     pair = make_models()
     inputs = inputs_for("ltx2", pair[0])
-    inputs["sigma"] = 0.5 * inputs["sigma"]  # counts for another timestep between the streams
+    inputs["sigma"] = 0.5 * inputs["sigma"]  # is read with use_cross_timestep
     kinds = [{}, {"isolate_modalities": True}, {"use_cross_timestep": True}, {"encoder_attention_mask": HIDES_SOME}]
     for more in kinds:
         warm(pair, {**inputs, **more})

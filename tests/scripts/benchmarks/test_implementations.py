@@ -182,7 +182,7 @@ def test_naive_softmax_is_left_out_where_its_scores_do_not_fit(monkeypatch):
 def test_the_compiled_ones_are_one_graph_each_at_every_size(monkeypatch):
     keep(monkeypatch, *COMPILED)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    with torch._dynamo.config.patch(recompile_limit=4):  # of one size, dtype, both compiled ones and both modes
+    with torch._dynamo.config.patch(recompile_limit=4):  # 2 implementations in 2 modes, at one size and dtype
         for tokens in (8, 12):
             results = run((1, tokens, 16, 1), compile_rivals=True)
             assert {row.status for row in results.rows if row.implementation in COMPILED} == {OK}

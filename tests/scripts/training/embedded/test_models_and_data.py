@@ -77,7 +77,7 @@ def test_the_video_pool_draws_whole_videos_and_squares_around_objects(monkeypatc
     assert clips.shape == (3, 3, render.FRAMES, render.HEIGHT, render.WIDTH)
     for clip, background in zip(clips, backgrounds, strict=True):
         errors = (videos - clip).abs().amax(dim=(1, 2, 3, 4))
-        assert errors.min() < 1 / 127  # one of the drawn videos, in bytes
+        assert errors.min() < 1 / 127  # it is one of the drawn videos, rounded to bytes
         palette = 2 * torch.tensor([render.RGB[name] for name in BACKGROUNDS]) - 1
         assert (palette - background.flatten()).abs().amax(dim=1).min() < 1e-6
     torch.manual_seed(0)

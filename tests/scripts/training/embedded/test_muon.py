@@ -16,7 +16,7 @@ def test_singular_vectors_stay_and_singular_values_come_near_to_one(shape):
     u, _, v = torch.linalg.svd(matrices, full_matrices=False)
     values = u.mT @ made @ v.mT
     diagonal = values.diagonal(dim1=1, dim2=2)
-    assert diagonal.min() > 0.3  # the smallest of a random square matrix's come up last
+    assert diagonal.min() > 0.3  # small singular values grow last
     assert diagonal.max() < 1.3
     assert (values - torch.diag_embed(diagonal)).abs().max() < 0.1
 
