@@ -15,6 +15,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.patching.families.peak import Peak
 from tests.tiny_families import tiny_family_transformer
+from tests.tiny_vae import tiny_vae
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.components import Component, components_of
@@ -22,6 +23,7 @@ from turbo_rcm_patch.memory.empty_models import cast_as_loaded
 from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs, needs_table
 from turbo_rcm_patch.memory.stages import Patched, Video, denoising_bytes, stages_of, tokens_of, unpatched_stages
 from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.vae.chunks import encoding_bytes
 from turbo_rcm_patch.patching.families.vae.sizes import latent_size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,3 +215,17 @@ def test_the_pipeline_says_if_each_token_has_its_own_timestep(tmp_path):
         tiny_wan_pipeline(variant).save_pretrained(tmp_path / variant)
         assert [patched.own_timesteps for _, patched in models_by_preset(tmp_path / variant)] == [expected] * 4
     assert all(patched.own_timesteps for _, patched in models_by_preset("wan2.2-5b"))
+
+
+def test_vace_encodes_a_masked_video_while_its_pipeline_holds_others():
+    """The video, its mask, and the video masked the other way."""
+    vae, video = tiny_vae(dtype=torch.bfloat16), Video(32, 48, 5)
+    plain, with_control = (
+        {stage.name: stage.computing for stage in stages_of(Patched(models, trp.Exact()), video)}
+        for models in (
+            {"transformer": m, "vae": vae} for m in (tiny_wan_transformer(), tiny_family_transformer("vace"))
+        )
+    )
+    assert "VAE encoding" not in plain
+    values = 3 * 5 * 32 * 48
+    assert with_control["VAE encoding"] == encoding_bytes(vae, *video) + 2 * 4 * values + 3 * 2 * values

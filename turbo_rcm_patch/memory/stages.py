@@ -94,7 +94,8 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("image encoding", ("image_encoder",), encoder_bytes(encoder, IMAGE_TOKENS))
     if vae is not None and any(reads_image(model) for model in models.values()):
         given = video._replace(frames=1) if patched.own_timesteps else video
-        encoding = [encoding_bytes(vae, *given, in_tiles=tiles) for tiles in (False, True)]
+        more = control_bytes(models, video)
+        encoding = [encoding_bytes(vae, *given, in_tiles=tiles) + more for tiles in (False, True)]
         yield Stage("VAE encoding", ("vae",), *encoding)
     for name, model in models.items():
         if family_of(model) is not None:
@@ -154,18 +155,33 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
     if vae is not None and is_vae(vae):  # others are not patched
         if any(reads_image(model) for model in patched.models.values()):
             given = video._replace(frames=1) if patched.own_timesteps else video
-            encoding = [unpatched_encoding_bytes(vae, *given, in_tiles=tiles) for tiles in (False, True)]
+            more = control_bytes(patched.models, video)
+            encoding = [unpatched_encoding_bytes(vae, *given, in_tiles=tiles) + more for tiles in (False, True)]
             yield Stage("VAE encoding, unpatched", ("vae",), *encoding)
         decoding = [unpatched_decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
         yield Stage("decoding, unpatched", ("vae",), *decoding)
 
 
 def reads_image(model: nn.Module) -> bool:
-    """True for a transformer whose latents come with those of an image."""
+    """True for a transformer whose latents come with those of an image, or of a video that controls it."""
     config = getattr(model, "config", None)
     if family_of(model) is None:
         return False
-    return config.in_channels != config.out_channels
+    return config.in_channels != config.out_channels or _has_control(model)
+
+
+def _has_control(model: nn.Module) -> bool:
+    return "vace_layers" in model.config
+
+
+def control_bytes(models: Mapping[str, nn.Module], video: Video) -> int:
+    """Return the bytes that VACE's pipeline holds while it encodes a masked video. 0 for others.
+
+    They are the video and its mask, in fp32 and in the VAE's dtype, and the video masked the other way.
+    """
+    if not any(family_of(model) is not None and _has_control(model) for model in models.values()):
+        return 0
+    return 3 * video.frames * video.height * video.width * (2 * FP32_BYTES + 3 * models["vae"].dtype.itemsize)
 
 
 def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int]:
