@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
+from diffusers import SkyReelsV2DiffusionForcingPipeline, SkyReelsV2Pipeline
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
@@ -227,5 +228,28 @@ def test_vace_encodes_a_masked_video_while_its_pipeline_holds_others():
         )
     )
     assert "VAE encoding" not in plain
+    hint = (2 + 1) * 12 * 128 * 4  # of two layers, and the last states of the control blocks, of 12 tokens
+    assert with_control["denoising"] == plain["denoising"] + hint
     values = 3 * 5 * 32 * 48
     assert with_control["VAE encoding"] == encoding_bytes(vae, *video) + 2 * 4 * values + 3 * 2 * values
+
+
+def test_diffusion_forcing_gives_each_token_its_own_timestep(tmp_path):
+    parts = tiny_wan_pipeline().components | {"transformer": tiny_family_transformer("skyreels")}
+    denoising = []
+    for kind in (SkyReelsV2Pipeline, SkyReelsV2DiffusionForcingPipeline):
+        pipe = kind(**{name: parts[name] for name in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")})
+        plan = trp.fit(pipe, "8 GB", height=720, width=1280, num_frames=81, device="cpu")
+        denoising.append(plan.peaks["denoising"])
+        plan.undo()
+        pipe.save_pretrained(tmp_path / kind.__name__)
+        (found,) = models_by_preset(tmp_path / kind.__name__, preset="exact")
+        assert found[1].own_timesteps == (kind is SkyReelsV2DiffusionForcingPipeline)
+    assert denoising[1] > 1.2 * denoising[0]
+
+
+def test_the_cache_of_anyflow_far_is_not_known():
+    pipe = tiny_wan_pipeline()
+    pipe.transformer = tiny_family_transformer("anyflow far")
+    with pytest.raises(ValueError, match="no transformer of a supported family, whose memory is known"):
+        trp.fit(pipe, "8 GB", height=480, width=832, num_frames=81, device="cpu")

@@ -43,6 +43,8 @@ def models_of(pipe: object) -> dict[str, nn.Module]:
 
 def _is_known(model: nn.Module) -> bool:
     family = family_of(model)
+    if "full_chunk_limit" in getattr(model, "config", ()):  # AnyFlow-FAR caches keys and values of all its layers
+        return False
     return family is not None and all(name in model.config for name in family.blocks[0].sizes.needed)
 
 

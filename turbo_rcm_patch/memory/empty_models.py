@@ -41,10 +41,16 @@ def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dic
 
 
 def has_own_timesteps(source: str | Path) -> bool:
-    """True if each token of that pipeline has its own timestep, as in TI2V-5B."""
+    """True if each token of that pipeline has its own timestep."""
     if (case := CASES.get(str(source))) is not None:
         return case.expand_timesteps
-    return bool(_index(Path(source)).get("expand_timesteps"))
+    index = _index(Path(source))
+    return expands_timesteps(str(index.get("_class_name")), index)
+
+
+def expands_timesteps(class_name: str, config: Mapping[str, object]) -> bool:
+    """True if pipelines of this class and config give each token its own timestep: TI2V-5B, diffusion forcing."""
+    return bool(config.get("expand_timesteps")) or "DiffusionForcing" in class_name
 
 
 def with_empty_projections(transformer: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ from ..tables import table
 from .checks import PLANNED, check_card, check_movable, check_size, config_of, frames_of_a_latent, models_of
 from .choose import Placement, choose, smallest
 from .components import Component, components_both_ways, components_of
+from .empty_models import expands_timesteps
 from .host import DoesNotFit, check_host
 from .sound import has_sound
 from .stages import Patched, Stage, Video, graphs_bytes, stages_of
@@ -187,7 +188,7 @@ def fit_with(
 def _facts_of(pipe: object, models: Mapping[str, nn.Module]) -> dict[str, object]:
     """Return what the pipeline's class and scheduler tell of a step: timesteps of tokens, and samples at once."""
     if not has_sound(models):
-        return {"own_timesteps": bool(pipe.config.get("expand_timesteps"))}
+        return {"own_timesteps": expands_timesteps(type(pipe).__name__, pipe.config)}
     guided = not isinstance(pipe.scheduler, FewStepScheduler)
     return {"own_timesteps": not isinstance(pipe, LTX2Pipeline), "samples": 1 + guided}
 

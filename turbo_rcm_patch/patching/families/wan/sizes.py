@@ -35,14 +35,21 @@ def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
 
     In the self-attention these are the residual and q, k and v before and after their norm, or in 8 bits, or for
     sparse-linear attention in both. In the feed-forward they are the block's input, the residual, the normed and the
-    wide tensor. The rotary embeddings are there in every block. wide: bytes of a value in the model's dtype.
+    wide tensor. The rotary embeddings are there in every block, and VACE's hints in the first one. wide: bytes of a
+    value in the model's dtype.
     """
     C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"]
-    rotary = 2 * FP32_BYTES * config["attention_head_dim"]
+    beside = 2 * FP32_BYTES * config["attention_head_dim"] + _hints(config) * wide * C
     if tier == EXACT:
-        return wide * max(6 * C, 3 * C + ffn) + rotary
+        return wide * max(6 * C, 3 * C + ffn) + beside
     attention = 4 * wide + 3 if tier == QUANTIZED else max(6 * wide, 5 * wide + 3)
-    return max(attention * C, (2 * wide + 1) * C + ffn) + rotary
+    return max(attention * C, (2 * wide + 1) * C + ffn) + beside
+
+
+def _hints(config: Mapping[str, object]) -> int:
+    """Return how many tensors of the model's width VACE's control blocks leave: their hints and their last states."""
+    layers = config.get("vace_layers")
+    return 0 if layers is None else len(layers) + 1
 
 
 def bytes_per_timestep(config: Mapping[str, object], wide: int) -> int:
@@ -70,7 +77,7 @@ def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int
     block = max(inside, (5 * wide + 3 * FP32_BYTES) * C)
     if own_timesteps:
         block = max(block + (7 * wide + 6 * FP32_BYTES) * C, (8 * wide + 12 * FP32_BYTES) * C)
-    return block + 2 * FP32_BYTES * config["attention_head_dim"]
+    return block + 2 * FP32_BYTES * config["attention_head_dim"] + _hints(config) * wide * C
 
 
 SIZES = Sizes(
