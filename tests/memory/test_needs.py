@@ -248,8 +248,12 @@ def test_diffusion_forcing_gives_each_token_its_own_timestep(tmp_path):
     assert denoising[1] > 1.2 * denoising[0]
 
 
-def test_the_cache_of_anyflow_far_is_not_known():
+@pytest.mark.parametrize("name", ["anyflow far", "animate 2"])
+def test_models_with_caches_are_refused(name, tmp_path):
     pipe = tiny_wan_pipeline()
-    pipe.transformer = tiny_family_transformer("anyflow far")
+    pipe.transformer = tiny_family_transformer(name)
     with pytest.raises(ValueError, match="no transformer of a supported family, whose memory is known"):
         trp.fit(pipe, "8 GB", height=480, width=832, num_frames=81, device="cpu")
+    pipe.transformer.save_pretrained(tmp_path / "transformer")
+    with pytest.raises(ValueError, match=r"transformer holds an? \w+Transformer3DModel, whose memory is not known"):
+        list(models_by_preset(tmp_path / "transformer"))

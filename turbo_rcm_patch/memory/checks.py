@@ -17,7 +17,7 @@ from ..patching.families.vae.sizes import compression
 from ..patching.steps.plan import is_patched, state_of
 from ..wording import counted, with_article
 from .sound import has_sound
-from .stages import Video
+from .stages import Video, is_known
 
 PLANNED: WeakSet[nn.Module] = WeakSet()  # the models whose places a plan has chosen
 
@@ -32,20 +32,13 @@ def models_of(pipe: object) -> dict[str, nn.Module]:
     if (compiled := next((name for name, model in models.items() if hasattr(model, "_orig_mod")), None)) is not None:
         raise ValueError(f"{compiled} is compiled; set pipe.{compiled} to pipe.{compiled}._orig_mod, then call fit.")
     transformers = [model for name, model in models.items() if name in COMPONENTS]
-    if not transformers or not all(map(_is_known, transformers)):
+    if not transformers or not all(map(is_known, transformers)):
         raise ValueError(f"{kind} has no transformer of a supported family, whose memory is known.")
     if "vae" not in models:
         raise ValueError(f"{kind} has no VAE; load it with its VAE.")
     if not is_vae(models["vae"]) and not has_sound(models):
         raise ValueError(f"{kind} has {with_article(type(models['vae']).__name__)}, whose memory is not known.")
     return models
-
-
-def _is_known(model: nn.Module) -> bool:
-    family = family_of(model)
-    if "full_chunk_limit" in getattr(model, "config", ()):  # AnyFlow-FAR caches keys and values of all its layers
-        return False
-    return family is not None and all(name in model.config for name in family.blocks[0].sizes.needed)
 
 
 def config_of(models: Mapping[str, nn.Module], config: PatchConfig | str | None) -> PatchConfig:

@@ -14,12 +14,13 @@ from ..patching.families import family_of
 from ..patching.steps.sparse_linear import why_not_replaceable
 from ..patching.text_encoder import patch_text_encoder
 from ..tables import table
+from ..wording import with_article
 from .choose import Placement, smallest
 from .components import Component, components_of
 from .empty_models import empty_models, has_own_timesteps, with_empty_projections
 from .plan import CONTEXT
 from .sound import has_sound
-from .stages import Patched, Video, stages_of
+from .stages import Patched, Video, is_known, stages_of
 
 VIDEOS = (Video(480, 832, 81), Video(720, 1280, 81))
 
@@ -47,13 +48,16 @@ def models_by_preset(
 ) -> Iterator[tuple[str, Patched]]:
     """Yield the presets that a model can have, or only the given one, with the models that `empty_models` makes.
 
-    The configurations free the weights that 8 bits replace. Raises ValueError as `empty_models`, and for a given preset
-    that the model cannot have. Raises PatchError for a text encoder that cannot be stored in 8 bits.
+    The configurations free the weights that 8 bits replace. Raises ValueError as `empty_models`, for a model whose
+    memory is not known, and for a given preset that the model cannot have. Raises PatchError for a text encoder that
+    cannot be stored in 8 bits.
     """
     models, own_timesteps = empty_models(source, dtype), has_own_timesteps(source)
     if text_encoder_in_8_bits:
         patch_text_encoder(models.get("text_encoder"), in_8_bits=True)
     transformers = {name: model for name, model in models.items() if family_of(model) is not None}
+    if (unknown := next((m for m in transformers.values() if not is_known(m)), None)) is not None:
+        raise ValueError(f"{source} holds {with_article(type(unknown).__name__)}, whose memory is not known.")
     reasons = (why_not_replaceable(name, family_of(m).self_attentions(m)) for name, m in transformers.items())
     why_not_sparse = next(filter(None, reasons), None)
     for name in PRESETS if preset is None else (preset,):

@@ -162,6 +162,14 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("decoding, unpatched", ("vae",), *decoding)
 
 
+def is_known(transformer: nn.Module) -> bool:
+    """True for a transformer whose tensors can be counted. AnyFlow-FAR caches keys and values of all its layers."""
+    family = family_of(transformer)
+    if family is None or "full_chunk_limit" in transformer.config:
+        return False
+    return all(name in transformer.config for name in family.blocks[0].sizes.needed)
+
+
 def reads_image(model: nn.Module) -> bool:
     """True for a transformer whose latents come with those of an image, or of a video that controls it."""
     config = getattr(model, "config", None)
