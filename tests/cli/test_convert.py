@@ -123,17 +123,6 @@ def test_a_single_file_in_8_bits_is_generated_with(saved_models, tmp_path, capsy
     assert "it goes with generate" in error_of(capsys, "verify", *given)
 
 
-@pytest.mark.parametrize(("preset", "as_it_is"), [("quantized", True), ("exact", False)])
-def test_a_single_file_of_e4m3_without_scales_is_generated_with(saved_models, tmp_path, capsys, preset, as_it_is):
-    """Other presets read it as diffusers does."""
-    path, parts = tmp_path / "fp8_e4m3fn.safetensors", ("weight", "bias", "modulation")
-    scaled = with_scales(official_state_dict(tiny_wan_transformer(seed=5)))
-    save_file({name: tensor for name, tensor in scaled.items() if name.rpartition(".")[2] in parts}, path)
-    given = ["--model", saved_models / "t2v", "--transformer", path, *TINY, "-v", "--preset", preset]
-    assert main(list(map(str, ["generate", "a fox", "-o", tmp_path / "out.mp4", *given]))) == 0
-    assert ("20 linears with the file's own 8-bit values" in capsys.readouterr().out) == as_it_is
-
-
 def test_a_quant_file_of_turbowan_is_generated_with(saved_models, tmp_path, capsys):
     model, path = tiny_wan_transformer(seed=5), tmp_path / "TurboWan-quant.pth"
     torch.save(in_8_bits(with_proj_l(official_state_dict(model), model)), path)

@@ -147,6 +147,7 @@ def test_too_little_names_what_is_missing_and_what_fits():
         ({"width": 48.0}, "width=48.0; give a multiple of 16"),
         ({"num_frames": 80}, "num_frames=80; give 4k[+]1, such as 81"),
         ({"num_frames": None}, "num_frames=None; give 4k[+]1, such as 81"),
+        ({"num_frames": True}, "num_frames=True; give 4k[+]1, such as 81"),
         ({"device": "meta"}, "device='meta'; give a GPU"),
         ({"config": "fast"}, "fast"),
     ],

@@ -108,6 +108,9 @@ def test_a_weight_in_the_models_dtype_counts_while_its_linear_runs():
     with trp.patch_text_encoder(encoder, in_8_bits=True):
         assert encoder_bytes(encoder, 8) - patched == 128 * 320 * 2
     assert patched < as_it_is == encoder_bytes(encoder, 8)
+    in_fp16 = encoder.half()  # whose layers run as transformers runs them
+    with trp.patch_text_encoder(in_fp16):
+        assert encoder_bytes(in_fp16, 8) == as_it_is
 
 
 @pytest.mark.gpu

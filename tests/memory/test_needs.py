@@ -164,7 +164,7 @@ def empty_pipeline(case, variant):
         models = {name: case.transformer_class(**case.transformer) for name in case.transformer_names}
         models |= {name: model_class(config) for name, (model_class, config) in case.encoders.items()}
         models["vae"] = case.vae_class(**case.vae)
-    models = {name: model.to(torch.bfloat16) for name, model in models.items()}
+    models = {name: model.eval().to(torch.bfloat16) for name, model in models.items()}
     if "text encoder in 8 bits" in variant:
         trp.patch_text_encoder(models["text_encoder"], in_8_bits=True)
     return models

@@ -96,11 +96,6 @@ def has_scales(keys: Iterable[str]) -> bool:
     return any(key.rpartition(".")[2] in (_MARK, *PARTS, "int8_weight") for key in keys)
 
 
-def has_unscaled(tensors: Tensors) -> bool:
-    """True if a file has matrices in e4m3, of which most makers give no scales."""
-    return any(len(tensor.shape) == 2 and tensor.dtype in _ALONE for tensor in tensors.values())
-
-
 def is_8_bits(tensor: LazyTensor) -> bool:
     """True for the values of a weight in 8 bits."""
     return tensor.dtype in _EIGHT_BITS

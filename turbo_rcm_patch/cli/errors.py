@@ -40,7 +40,8 @@ def exit_code(name: str, run: Callable[[], int]) -> int:
     """Return what ``run()`` returns, or 2 after a CommandError, which is printed after the program's name."""
     try:
         code = run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: closed from the start
+            sys.stdout.flush()
         return code
     except CommandError as error:
         print(f"{name}: {error}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from diffusers import GGUFQuantizationConfig
 from torch import nn
 
 from ..checkpoints.files import COMPONENTS
-from ..checkpoints.lazy import PICKLED, Tensors, open_tensors
-from ..checkpoints.scaled import has_scales, has_unscaled
+from ..checkpoints.lazy import PICKLED, open_tensors
+from ..checkpoints.scaled import has_scales
 from ..checkpoints.whole import refuse_companions
 from ..patching.families import family_named
 from ..patching.weights.load import FILE, component_folders, empty_model
@@ -75,8 +75,7 @@ def converted_folder(arguments: argparse.Namespace) -> Path | None:
 def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object]) -> list[Path]:
     """Return the files of --transformer and --transformer-2 that `load_turbodiffusion` loads, or [].
 
-    They hold weights in 8 bits with scales, or LTX-2 pickled, as TurboT2AV is published. diffusers loads neither. It
-    would bring weights in e4m3 without scales to 16 bits.
+    They hold weights in 8 bits with scales, or LTX-2 pickled, as TurboT2AV is published. diffusers loads neither.
 
     Raises CommandError if the command cannot run such weights, or if the pipeline's other transformer has none.
     """
@@ -88,17 +87,16 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
                 "generate, without --no-patch."
             )
         return pickled
-    files = [path for path in given if path.is_file()]
-    found = [path for path in files if _tells(path, has_scales)]
+    found = [path for path in given if path.is_file() and _has_scales(path)]
     if not found:
-        return files if _run_unscaled(files, arguments, components) else []
+        return []
     holds = f"--transformer {found[0]} holds 8-bit weights"
     if arguments.command != "generate" or arguments.no_patch:
         raise CommandError(
             f"{holds}, which run patched alone; it goes with generate, without --no-patch. For other commands store it "
             "in 16 bits: turbo-rcm convert FILE FOLDER --preset exact."
         )
-    if len(found) < _count_in(components):
+    if len(found) < sum((components.get(name) or [None])[0] is not None for name in COMPONENTS):
         raise CommandError(f"{holds}, but the pipeline has two transformers; give --transformer-2 such a file too.")
     return found
 
@@ -108,23 +106,12 @@ def _is_ltx2(components: Mapping[str, object]) -> bool:
     return family is not None and any(pipeline.has_sound for pipeline in family.pipelines)
 
 
-def _count_in(components: Mapping[str, object]) -> int:
-    return sum((components.get(name) or [None])[0] is not None for name in COMPONENTS)
-
-
-def _run_unscaled(files: Sequence[Path], arguments: argparse.Namespace, components: Mapping[str, object]) -> bool:
-    """True if files of e4m3 without scales are to run in 8 bits as they are. For other runs diffusers reads them."""
-    in_8_bits = arguments.command == "generate" and not arguments.no_patch and arguments.preset == "quantized"
-    return in_8_bits and len(files) == _count_in(components) and all(_tells(path, has_unscaled) for path in files)
-
-
-def _tells(path: Path, tells: Callable[[Tensors], bool]) -> bool:
-    """Return what a file's tensors tell; False for GGUF. Raises CommandError for a file that cannot be read."""
+def _has_scales(path: Path) -> bool:
     if path.suffix.lower() == ".gguf":
         return False
     try:
         with open_tensors(path) as tensors:
-            return tells(tensors)
+            return has_scales(tensors)
     except ValueError as error:
         raise CommandError(f"cannot load --transformer {path}: {error}") from error
 

@@ -34,9 +34,9 @@ class Placement:
         return self._memory(components, stage, waiting=0)
 
     def room(self, components: Iterable[Component], stage: Stage) -> int:
-        """Return the bytes that a stage needs: its peak, and the block that ran last.
+        """Return the bytes that a stage needs: its peak, and the last block, whose memory waits for its kernels.
 
-        Its memory waits until its kernels are done. An encoder's are done before the next block has arrived.
+        An encoder's are done before the next block has arrived.
         """
         return self._memory(components, stage, waiting=1)
 

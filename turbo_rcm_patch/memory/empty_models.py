@@ -65,9 +65,9 @@ def with_empty_projections(transformer: nn.Module) -> nn.Module:
 
 
 def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast in place as ``from_pretrained(dtype=...)`` does: modules that a library keeps in fp32 stay fp32.
+    """Cast in place as ``from_pretrained(dtype=...)`` does, for inference: modules kept in fp32 stay fp32.
 
-    diffusers keeps them so in every dtype, transformers only beside fp16.
+    diffusers keeps some so in every dtype, transformers only beside fp16.
     """
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     if not isinstance(model, ModelMixin) and dtype != torch.float16:
@@ -75,7 +75,7 @@ def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for name, parameter in model.named_parameters():
         if not any(part in kept for part in name.split(".")):
             parameter.data = parameter.data.to(dtype)
-    return model
+    return model.eval()
 
 
 def _of_case(case: Case) -> dict[str, nn.Module]:

@@ -155,8 +155,12 @@ def fit(
         DoesNotFit: no plan fits; the error names what is missing, and a setting that fits.
         ValueError, TypeError: the amount of memory, the size or the pipeline is not one that can be planned.
     """
-    size = (int(n) if isinstance(n, Integral) else n for n in (height, width, num_frames))  # NumPy's integers too
-    return fit_with(pipe, vram, Video(*size), config, device)
+    return fit_with(pipe, vram, Video(*map(_plain, (height, width, num_frames))), config, device)
+
+
+def _plain(size: object) -> object:
+    """Return Python's integer for NumPy's."""
+    return int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size
 
 
 def fit_with(

@@ -25,7 +25,7 @@ def traced_bytes(model: nn.Module, run: Callable[[nn.Module], object], asked: Ha
     key = type(model), str(dict(model.config)), model.dtype, asked
     if key not in _KNOWN:
         with torch.device("meta"):
-            twin = cast_as_loaded(type(model).from_config(model.config).eval(), model.dtype)
+            twin = cast_as_loaded(type(model).from_config(model.config), model.dtype)
             with torch.no_grad(), _Peak(twin) as peak:
                 run(twin)
         _KNOWN[key] = round(ROOM * peak.bytes)

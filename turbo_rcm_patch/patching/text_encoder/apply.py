@@ -18,6 +18,7 @@ from ..weights.weight_only import WeightOnlyLinear, convert_in_groups, why_not_i
 from .forward import GRAPHS, KEPT, block_forward, encoder_forward, stack_forward
 from .graph import EncoderGraphs
 from .kept import Kept
+from .lean import why_not_lean
 
 _JOURNAL = "_turbo_rcm_patch_text_journal"  # the attribute of a patched encoder that holds its Journal
 OFFLOADED = "its weights are offloaded or hooked; call plan.undo(), or remove that, first."
@@ -160,8 +161,8 @@ def linears_to_store(encoder: nn.Module) -> list[nn.Linear]:
 
 
 def runs_lean(encoder: nn.Module) -> bool:
-    """True if an encoder is patched: its attention then keeps no scores."""
-    return KEPT in vars(encoder)
+    """True if an encoder is patched and its layers run as here: their attention keeps no scores."""
+    return KEPT in vars(encoder) and why_not_lean(encoder.encoder) is None
 
 
 def has_graphs(encoder: nn.Module) -> bool:
