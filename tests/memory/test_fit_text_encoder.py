@@ -8,6 +8,7 @@ from tests.memory.test_fit import everything_streams, fit_on_the_cpu, hooks_of  
 from tests.patching.text_encoder.test_forward import LONG, SHORT, assert_same, encoded, lean  # noqa: F401
 from tests.tiny_wan import tiny_wan_pipeline
 from tests.umt5 import random_encoder
+from turbo_rcm_patch.memory.choose import BLOCKS_AT_ONCE
 from turbo_rcm_patch.memory.components import component_of
 from turbo_rcm_patch.memory.stages import encoder_bytes
 from turbo_rcm_patch.memory.streaming import stop_streaming, stream
@@ -131,7 +132,7 @@ def test_the_predicted_peak_on_a_gpu(in_8_bits, streams):
         before = torch.cuda.memory_allocated()
         if streams:
             stream(encoder, device)
-            weights = component.outside + 3 * component.largest
+            weights = component.outside + BLOCKS_AT_ONCE * component.largest
         else:
             encoder.to(device)
             weights = component.weights

@@ -61,6 +61,10 @@ class Tape(TorchDispatchMode):
                 memory.copy_(result)
         return copy_of(self._output)
 
+    def drop(self):
+        """Give the memory up: another replay raises."""
+        self._steps = None
+
     def forget(self):
         for memory in self._memory:
             if memory.is_floating_point():

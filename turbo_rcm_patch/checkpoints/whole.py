@@ -226,7 +226,7 @@ def refuse_companions(
             continue  # of a module that the model does not have
         weights = [".".join([*parts[:count], "weight"]) for count in range(1, len(parts))]
         beside = next((f"beside {weight}" for weight in weights if weight in every), None)
-        if parts[-1] not in PARTS:  # a known part's weight was lost
+        if parts[-1] not in PARTS:  # beside those the error is that their weight is missing
             beside = beside or next((f"in place of {weight}" for weight in weights if weight in missing), None)
         if beside is not None:
             raise ValueError(

@@ -62,12 +62,12 @@ def check_size(models: Mapping[str, nn.Module], video: Video) -> None:
     edge, step = edge_of_a_token(models), frames_of_a_latent(models)
     for name, size in (("height", video.height), ("width", video.width)):
         if type(size) is not int or size <= 0 or size % edge:
-            raise ValueError(f"{name}={size!r}; give a multiple of {edge}, such as {_nearest(size, edge)}.")
+            raise ValueError(f"{name}={size!r}; give a multiple of {edge}, such as {_fitting(size, edge)}.")
     if type(video.frames) is not int or video.frames <= 0 or (video.frames - 1) % step:
-        raise ValueError(f"num_frames={video.frames!r}; give {step}k+1, such as {_nearest(video.frames, step) + 1}.")
+        raise ValueError(f"num_frames={video.frames!r}; give {step}k+1, such as {_fitting(video.frames, step) + 1}.")
 
 
-def _nearest(size: object, step: int) -> int:
+def _fitting(size: object, step: int) -> int:
     """Return the largest multiple of a step up to a size, at least one step. A size that is no integer counts as 80."""
     return max(step, (size if type(size) is int else 80) // step * step)
 
@@ -91,7 +91,8 @@ def check_movable(models: Mapping[str, nn.Module]) -> None:
         if any(map(is_hooked, model.modules())):
             raise ValueError(
                 f"{name} is offloaded or hooked already; undo that, for example with pipe.remove_all_hooks() after "
-                "enable_model_cpu_offload(), or load it anew, and then call fit. Caches are enabled after fit."
+                "enable_model_cpu_offload(), or load it anew, and then call fit. Enable caches after "
+                "that."
             )
         devices = {parameter.device for parameter in model.parameters()}
         if torch.device("meta") in devices:
@@ -107,7 +108,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def check_card(vram: str | int | None, device: torch.device) -> None:
-    """Raise ValueError for a device that is no GPU of PyTorch's CUDA or ROCm, or not there, or has less memory.
+    """Raise ValueError for a device that is no CUDA or ROCm GPU, and for a GPU that is missing or smaller than vram.
 
     The CPU is accepted, for tests.
     """

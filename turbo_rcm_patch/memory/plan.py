@@ -270,11 +270,11 @@ def _why_not(
     needed = placement.room(components, worst)
     return (
         f"{video} take at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
-        f"{in_gb(budget + CONTEXT)} GB are given. {_nearest(patched, video, budget)}"
+        f"{in_gb(budget + CONTEXT)} GB are given. {_what_fits(patched, video, budget)}"
     )
 
 
-def _nearest(patched: Patched, video: Video, budget: int) -> str:
+def _what_fits(patched: Patched, video: Video, budget: int) -> str:
     """Return a sentence about the setting that fits and is nearest: in 8 bits, then smaller, then shorter."""
     tiers, sizes = [((), patched)], [((), video)]
     if not patched.config.in_8_bits("linears"):
@@ -289,7 +289,8 @@ def _nearest(patched: Patched, video: Video, budget: int) -> str:
     for words, models, of in settings:
         if (frames := _most_frames(models, of, budget)) is not None:
             return f"It fits with {' and '.join((*words, f'num_frames={frames}'))}."
-    return f"Not even one frame of {of.width}x{of.height} fits."
+    _, _, smallest_size = settings[-1]
+    return f"Not even one frame of {smallest_size.width}x{smallest_size.height} fits."
 
 
 def _most_frames(patched: Patched, video: Video, budget: int) -> int | None:

@@ -28,7 +28,7 @@ from ..plain import is_lora_layer
 from . import sound
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
-BESIDE_BLOCKS = 100 * 10**6  # bytes of latents, prompts and workspaces in a step; H200 runs measured 80 to 120 MB
+BESIDE_BLOCKS = 100 * 10**6  # bytes of latents, prompts and workspaces in a step: H200 runs had 80 to 120 MB
 FP32_BYTES = 4
 
 
@@ -113,6 +113,7 @@ def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
     """Yield the stages of a pipeline that makes sound too. It encodes one frame, if it starts from an image."""
     models, vae, samples = patched.models, patched.models["vae"], patched.samples
     kept = sound.kept_prompts_bytes(models, samples)
+    decoding = _whole_and_in_tiles(sound.video_decoding_bytes, vae, video, kept)
     if (encoder := models.get("text_encoder")) is not None:
         layer = encoder_bytes(encoder, sound.TEXT_TOKENS) + sound.logits_bytes(encoder)
         yield Stage("text encoding", ("text_encoder",), layer + sound.prompt_copies_bytes(models, samples))
@@ -120,11 +121,13 @@ def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("connectors", ("connectors",), sound.connecting_bytes(models, samples))
     if patched.own_timesteps:
         given = video._replace(frames=1)
-        yield Stage("VAE encoding", ("vae",), *_whole_and_in_tiles(sound.video_encoding_bytes, vae, given, kept))
+        whole, in_tiles = _whole_and_in_tiles(sound.video_encoding_bytes, vae, given, kept)
+        in_tiles = None if decoding[1] is None else in_tiles  # for both, or for none
+        yield Stage("VAE encoding", ("vae",), whole, in_tiles)
     in_blocks, after_blocks = denoising_bytes("transformer", patched, video)
     step = samples * in_blocks + kept
     yield Stage("denoising", ("transformer",), step, after_blocks=samples * after_blocks + kept)
-    yield Stage("decoding", ("vae",), *_whole_and_in_tiles(sound.video_decoding_bytes, vae, video, kept))
+    yield Stage("decoding", ("vae",), *decoding)
     frames = 3 * video.frames * video.height * video.width * FP32_BYTES  # as postprocessed, perhaps on the GPU
     for name, model, size in sound.sound_steps(models, video.frames):
         yield Stage(name, (model,), size + frames + kept)
@@ -200,8 +203,10 @@ def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int
     transformer = patched.models[name]
     sizes, tokens = family_of(transformer).blocks[0].sizes, tokens_of(name, patched, video)
     wide = family_of(transformer).compute_dtype(transformer).itemsize
-    after_blocks = sizes.bytes_per_timestep(transformer.config, wide) if patched.own_timesteps else 0
-    return tokens * sizes.bytes_per_token(transformer.config, wide, patched.config.tier), tokens * after_blocks
+    in_blocks, after_blocks = sizes.bytes_per_token(transformer.config, wide, patched.config.tier), 0
+    if patched.own_timesteps:
+        in_blocks, after_blocks = sizes.bytes_with_timesteps(transformer.config, wide, in_blocks)
+    return tokens * in_blocks, tokens * after_blocks
 
 
 def _unpatched_denoising_bytes(name: str, patched: Patched, video: Video) -> int:

@@ -108,7 +108,9 @@ class Graphs:
         return SEEN if self._recordings[key] is None else RECORDED
 
     def forget(self) -> None:
-        """Forget all recordings. Wait for nothing: neither for the GPU nor for a thread that waits for it."""
+        """Drop all recordings, also one that a traceback holds. Wait for no GPU and no thread that waits for one."""
+        for recording in filter(None, self._recordings.values()):
+            recording.drop()
         self._recordings.clear()
 
     def clear(self) -> None:
@@ -242,6 +244,10 @@ class CudaRecording:
         output = copy_of(self._output)
         self._last_replay.record(stream)
         return output
+
+    def drop(self) -> None:
+        """Give the graph up. It cannot be replayed any more."""
+        self._graph.reset()
 
 
 def copy_of(output: Output) -> Output:

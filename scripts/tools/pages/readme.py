@@ -129,7 +129,7 @@ def cards_table(runs: Iterable[dict]) -> str:
     rows: dict[tuple[str, int], tuple[float, list[str]]] = {}
     for run in runs:
         for key, row in _fitted(run):
-            rows[key] = min(rows.get(key, row), row, key=lambda one: one[0])
+            rows[key] = min(rows.get(key, row), row, key=lambda one: round(one[0], 1))  # as shown; the first of equals
     smallest: dict[str, int] = {}
     for pipeline, card in sorted(rows):
         smallest.setdefault(pipeline, card)

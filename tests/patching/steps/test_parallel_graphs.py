@@ -44,8 +44,11 @@ def test_graphs_are_gone_before_the_process_ends(monkeypatch):
         monkeypatch.setattr(graphs, "_release_pool", lambda: pytest.fail("this waits for the GPU"))
     prepare_graphs(parallel)
     assert (parallel.kept, others.kept) == (1, 1)
+    (held,) = parallel._recordings.values()  # as by the traceback of an error in a replay
     forget_at_exit()
     assert (parallel.kept, others.kept) == (0, 1)
+    with pytest.raises(TypeError, match="NoneType"):
+        held.replay([torch.ones(2)])
 
 
 def test_torch_gets_its_function_back_with_the_last_graphs(monkeypatch):

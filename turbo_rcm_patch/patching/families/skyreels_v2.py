@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from diffusers.models.transformers.transformer_skyreels_v2 import (
     SkyReelsV2Attention,
@@ -12,6 +14,7 @@ from diffusers.models.transformers.transformer_skyreels_v2 import (
 from ...plain import is_autocast
 from ..steps.plan import state_of
 from .family import Family
+from .wan import sizes as wan_sizes
 from .wan.block import wan_block
 from .wan.forward import run_block
 from .wan.modulation import modulation
@@ -54,10 +57,31 @@ def block_inputs(
     return Inputs(hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask)
 
 
+def bytes_with_timesteps(config: Mapping[str, object], wide: int, block: int) -> tuple[int, int]:
+    """Return what Wan's function of this name does. Here the rows of modulation are of all tokens, and in fp32.
+
+    A block makes them of the projection. They are alive beside its tensors. While they are made, the projection in fp32
+    and their sum are alive.
+    """
+    C = config["num_attention_heads"] * config["attention_head_dim"]
+    with_rows, after_blocks = wan_sizes.bytes_with_timesteps(config, wide, block)
+    rows = 6 * wan_sizes.FP32_BYTES * C
+    return max(with_rows + rows, 8 * wide * C + 2 * rows), after_blocks
+
+
+SIZES = wan_sizes.SIZES._replace(bytes_with_timesteps=bytes_with_timesteps)
+BLOCKS = wan_blocks(
+    "blocks",
+    SkyReelsV2TransformerBlock,
+    wan_block(SkyReelsV2Attention),
+    block_forward,
+    block_inputs,
+    sizes=SIZES,
+)
 SKYREELS_V2 = Family(
     SkyReelsV2Transformer3DModel,
     "SkyReels-V2 T2V, I2V and diffusion forcing",
-    (wan_blocks("blocks", SkyReelsV2TransformerBlock, wan_block(SkyReelsV2Attention), block_forward, block_inputs),),
+    (BLOCKS,),
     FIRST_LAYER,
     WAN_NAMES,
     more=embedder,

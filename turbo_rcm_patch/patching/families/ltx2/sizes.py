@@ -43,14 +43,14 @@ def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
     return tables + max((6 * wide + 3) * C, (2 * wide + 1) * C + 4 * C)
 
 
-def bytes_per_timestep(config: Mapping[str, object], wide: int) -> int:
-    """Return the bytes per token in a block if each token has its own timestep.
+def bytes_with_timesteps(config: Mapping[str, object], wide: int, block: int) -> tuple[int, int]:
+    """Return the bytes per token in a block if each token has its own timestep, and 0: less is alive after the blocks.
 
     Beside the block's tensors these are the time embedding, its projections for the block and between the streams, and
     the block's rows of modulation, of the same sizes.
     """
     C, _ = _widths(config)
-    return bytes_per_token(config, wide, EXACT) + wide * C * (1 + 2 * _rows(config))
+    return block + wide * C * (1 + 2 * _rows(config)), 0
 
 
 def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:
@@ -88,4 +88,4 @@ def _bytes_of_tables(config: Mapping[str, object]) -> int:
 
 
 NEEDED = ("num_attention_heads", "attention_head_dim", "audio_num_attention_heads", "audio_attention_head_dim")
-SIZES = Sizes(NEEDED, tokens, ops, bytes_per_token, bytes_per_timestep, unpatched_bytes_per_token)
+SIZES = Sizes(NEEDED, tokens, ops, bytes_per_token, bytes_with_timesteps, unpatched_bytes_per_token)

@@ -11,7 +11,7 @@ from torch import nn
 from ....config import PatchConfig
 from ...steps.plan import SHARED, Shared
 from ...steps.sparse_linear import SparseForm, rotate
-from ..family import Blocks, Measured, Targets
+from ..family import Blocks, Measured, Sizes, Targets
 from .block import WanBlock, decide, usual_call
 from .measured import self_attention_qkv, sub_layer_terms
 from .random_weights import RANDOM_WEIGHTS
@@ -39,11 +39,13 @@ def wan_blocks(
     inputs: Callable[..., Inputs],
     *,
     can_be_sparse: bool = False,
+    sizes: Sizes = SIZES,
 ) -> Blocks:
     """Return what a family states about a list of blocks of Wan's kind.
 
     inputs: (block, the forward's arguments) -> what the plan runs on.
     can_be_sparse: True if sparse-linear attention may take the place of the self-attention.
+    sizes: of the block's tensors.
     """
     parts = {"attn1": kind.attention_class, "attn2": kind.attention_class, "ffn": nn.Module}
     sparse = SparseForm(kind.self_processor, partial(_rotate, kind)) if can_be_sparse else None
@@ -59,7 +61,7 @@ def wan_blocks(
         linears=LINEARS,
         self_attention="attn1",
         measured=measured,
-        sizes=SIZES,
+        sizes=sizes,
         random_weights=RANDOM_WEIGHTS,
         sparse=sparse,
     )

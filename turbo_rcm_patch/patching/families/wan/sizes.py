@@ -52,13 +52,17 @@ def _hints(config: Mapping[str, object]) -> int:
     return 0 if layers is None else len(layers) + 1
 
 
-def bytes_per_timestep(config: Mapping[str, object], wide: int) -> int:
-    """Return the bytes per token that the output norm takes if each token has its own timestep.
+def bytes_with_timesteps(config: Mapping[str, object], wide: int, block: int) -> tuple[int, int]:
+    """Return the bytes per token in a block and after the blocks if each token has its own timestep.
 
-    These are the hidden states, the time embedding and its six-fold projection, and four tensors in fp32 of the
-    modulation's. An H200 measured 32 bytes for each of TI2V-5B's channels in bf16.
+    In a block the time embedding and its six-fold projection are alive too. The output norm takes these, the hidden
+    states, and four tensors in fp32 of the modulation's: an H200 measured 32 bytes for each of TI2V-5B's channels in
+    bf16.
+
+    wide: bytes of a value in the model's dtype. block: the bytes without these timesteps.
     """
-    return (8 * wide + 4 * FP32_BYTES) * config["num_attention_heads"] * config["attention_head_dim"]
+    C = config["num_attention_heads"] * config["attention_head_dim"]
+    return block + 7 * wide * C, (8 * wide + 4 * FP32_BYTES) * C
 
 
 def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:
@@ -81,5 +85,5 @@ def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int
 
 
 SIZES = Sizes(
-    ("num_attention_heads", "ffn_dim"), tokens, ops, bytes_per_token, bytes_per_timestep, unpatched_bytes_per_token
+    ("num_attention_heads", "ffn_dim"), tokens, ops, bytes_per_token, bytes_with_timesteps, unpatched_bytes_per_token
 )
