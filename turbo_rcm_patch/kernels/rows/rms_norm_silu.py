@@ -18,6 +18,9 @@ from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
 
 
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+
+
 def rms_norm_silu(
     x: torch.Tensor, weight: torch.Tensor, *, silu: bool = True, implementation: str = "auto"
 ) -> torch.Tensor:
@@ -80,7 +83,7 @@ def _rms_norm_silu_kernel(
         values = tl.load(x + rows * x_stride_s + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         y = normalize(values, gain)
         if SILU:
-            y = y / (1 + tl.exp(-y))
+            y = silu(y)
         tl.store(out + rows * C + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -89,3 +92,10 @@ def normalize(rows, gain):
     """Return fp32 rows [.., C], each divided by its norm and multiplied by the gain of each channel."""
     norm = tl.sqrt(tl.sum(rows * rows, 1))
     return rows * (1.0 / tl.maximum(norm, 1e-12))[:, None] * gain
+
+
+@triton.jit
+def silu(y):
+    """Return y / (1 + exp(−y)) of fp32 values: the divisor's root is fewer instructions than a division."""
+    root = tl.rsqrt(1 + tl.exp2(y * MINUS_LOG2_E))
+    return y * root * root

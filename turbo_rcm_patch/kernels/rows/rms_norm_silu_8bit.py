@@ -20,7 +20,7 @@ from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..sizes import cdiv, next_power_of_2
 from .quantize_rows import ROUNDING
-from .rms_norm_silu import normalize, rows_of
+from .rms_norm_silu import normalize, rows_of, silu
 from .row_tiles import row_grid, row_tile
 
 ELEMENTS = 4096  # that a program rounds anew
@@ -113,7 +113,7 @@ def _measure_kernel(
         mask = (rows < S)[:, None] & column_mask[None, :]
         places = rows.to(tl.int64)[:, None] * x_stride_s + columns[None, :]
         y = normalize(tl.load(x + places, mask=mask, other=0.0).to(tl.float32), gain)
-        bits = (y / (1 + tl.exp(-y)) * inverse).to(tl.int32, bitcast=True)
+        bits = (silu(y) * inverse).to(tl.int32, bitcast=True)
         above = tl.maximum(above, bits)  # a value below 0 is an integer below 0
         below = tl.maximum(below, bits ^ NEGATED)
     tl.atomic_max(bounds, tl.max(above))
@@ -143,7 +143,7 @@ def _quantize_kernel(
         mask = inside[:, None] & column_mask[None, :]
         places = source[:, None] * x_stride_s + columns[None, :]
         y = normalize(tl.load(x + places, mask=mask, other=0.0).to(tl.float32), gain)
-        q = _round(y / (1 + tl.exp(-y)) * factor + zero)
+        q = _round(silu(y) * factor + zero)
         mask = (rows < S)[:, None] & column_mask[None, :]
         tl.store(out + rows.to(tl.int64)[:, None] * C + columns[None, :], q, mask=mask)
 
