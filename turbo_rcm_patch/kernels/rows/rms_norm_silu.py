@@ -17,7 +17,6 @@ from ..launch import launch_kernel
 from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
 
-
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
