@@ -67,11 +67,15 @@ def _ltx2() -> dict[str, tuple[str, ...]]:
 
 
 def _on_several_gpus() -> dict[int, dict[str, tuple[str, ...]]]:
-    """Return the steps with Ulysses by the number of GPUs. Whole videos are decoded in strips."""
+    """Return the steps with Ulysses by the number of GPUs. Whole videos are decoded in strips.
+
+    They run without torch.compile, which takes minutes to compile the decoder on every GPU.
+    """
     models = {
         "wan2.1-14b-4-layers": ("wan2.1-14b", "--layers", "4"),
-        "wan2.1-1.3b-decoded": ("wan2.1-1.3b", "--decode"),
-        "wan2.2-5b-decoded": ("wan2.2-5b", "--decode"),
+        "wan2.1-1.3b": ("wan2.1-1.3b",),
+        "wan2.1-1.3b-decoded": ("wan2.1-1.3b", "--decode", "--no-compile"),
+        "wan2.2-5b-decoded": ("wan2.2-5b", "--decode", "--no-compile"),
     }
     decodes = {"wan2.1-14b-1-layer-decoded": "wan2.1-14b", "wan2.2-5b-1-layer-decoded": "wan2.2-5b"}
     tiers = {"": ("--repeats", "3"), "-quantized": ("--repeats", "3", *QUANTIZED), "-sparse": (*LEFT_OUT, *SPARSE)}
@@ -87,7 +91,7 @@ def _on_several_gpus() -> dict[int, dict[str, tuple[str, ...]]]:
             for tier, of_tier in tiers.items()
         }
         | {
-            f"{name}-{gpus}-gpus": (*END_TO_END, model, *DECODED, "--ulysses", str(gpus))
+            f"{name}-{gpus}-gpus": (*END_TO_END, model, *DECODED, "--no-compile", "--ulysses", str(gpus))
             for name, model in decodes.items()
         }
         for gpus in (2, 4)
