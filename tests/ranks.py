@@ -6,8 +6,10 @@ With a GPU a server of new processes starts them instead, because CUDA does not 
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import signal
 
 import pytest
 import torch
@@ -39,16 +41,29 @@ def start_on_cpu(function, *arguments):
             pytest.fail(error)
 
 
-def in_cpu_ranks(check, folder):
-    """Return check(rank) of each rank, run without GPUs."""
-    start_on_cpu(_run_rank, check, folder, "cpu:gloo")
+def in_cpu_ranks(check, folder, seconds=300):
+    """Return check(rank) of each rank, run without GPUs. Fail if a rank fails, or takes more than so many seconds."""
+    with _places_in_errors(folder):
+        start_on_cpu(_run_rank, check, folder, "cpu:gloo", seconds)
     return _results(folder)
 
 
-def in_gpu_ranks(check, folder):
-    """Return check(rank) of each rank, which may use the GPU of its number."""
-    torch.multiprocessing.start_processes(_run_rank, (check, folder, "nccl"), RANKS, start_method="spawn")
+def in_gpu_ranks(check, folder, seconds=150):
+    """Do what `in_cpu_ranks` does, with the GPU of its number for each rank."""
+    with _places_in_errors(folder):
+        arguments = check, folder, "nccl", seconds
+        torch.multiprocessing.start_processes(_run_rank, arguments, RANKS, start_method="spawn")
     return _results(folder)
+
+
+@contextlib.contextmanager
+def _places_in_errors(folder):
+    """Add to an error of the ranks where each rank was that took too long, or that waited when another one failed."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        places = [f"rank {path.stem}: {path.read_text()}" for path in sorted(folder.glob("*.place"))]
+        pytest.fail("\n".join([str(error), *places]))
 
 
 def _results(folder):
@@ -61,7 +76,10 @@ def use_one_thread():
         torch.set_num_threads(1)
 
 
-def _run_rank(rank, check, folder, backend):
+def _run_rank(rank, check, folder, backend, seconds):
+    place = os.open(folder / f"{rank}.place", os.O_CREAT | os.O_WRONLY)  # open until the process ends
+    faulthandler.dump_traceback_later(seconds, exit=True, file=place)
+    faulthandler.register(signal.SIGTERM, file=place, chain=True)  # sent to the others when one fails
     use_one_thread()
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.save(check(rank), folder / f"{rank}.pt")

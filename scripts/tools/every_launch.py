@@ -57,6 +57,7 @@ from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import BLOCK_
 from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_map import choose_blocks
 
 FP32, FP16, BF16 = KERNEL_DTYPES
+DEVICE = torch.device("meta")  # of all operands; a test puts a GPU here
 CHANNELS = 1536
 ROWS = (4096, 1536, 768, 256)
 RANK = 128
@@ -67,7 +68,7 @@ ATTENTIONS = (*product((FP32, BF16), (64, 128, 256)), (BF16, 80), (FP16, 128), *
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
 
 
 def quantized(*shape: int, format: torch.dtype) -> Quantized:
@@ -88,7 +89,7 @@ def low_rank(*, format: torch.dtype | None = None, weights: int = 1) -> LowRank:
 
 def formats() -> tuple[torch.dtype, ...]:
     """Return the 8-bit formats that this GPU's kernels take."""
-    return tuple(f for f in (INT8, FP8) if why_not_triton_on(torch.device("meta"), f, (f,)) is None)
+    return tuple(f for f in (INT8, FP8) if why_not_triton_on(DEVICE, f, (f,)) is None)
 
 
 def coefficients(batch: int, tokens: int, channels: int = CHANNELS) -> tuple[torch.Tensor | None, ...]:
@@ -390,7 +391,7 @@ def launch_quantize_qkv() -> None:
 
 
 def launch_attention_8bit() -> None:
-    formats = {FP16, default_v_format(torch.device("meta"))}
+    formats = {FP16, default_v_format(DEVICE)}
     for v_format, head_dim in product(sorted(formats, key=str), (64, 128)):
         qkv = quantized_qkv(v_format, head_dim)
         for result in (None, FP8) if v_format == FP8 else KERNEL_DTYPES:
@@ -403,7 +404,7 @@ def launch_attention_8bit() -> None:
 
 
 def launch_sparse_linear_attention() -> None:
-    formats = sorted({None, FP16, default_v_format(torch.device("meta"))}, key=str)
+    formats = sorted({None, FP16, default_v_format(DEVICE)}, key=str)
     cases = [(BF16, 128, sizes) for sizes in product(BLOCK_SIZES, repeat=2)]
     cases += [(BF16, 64, (128, 64)), (BF16, 64, (64, 128)), (FP32, 64, (128, 64)), (FP32, 128, (64, 128))]
     for (dtype, head_dim, (block_q, block_k)), v_format in product(cases, formats):
@@ -421,7 +422,7 @@ def launch_sparse_linear_attention() -> None:
 
 
 def launch_block_sparse_attention() -> None:
-    formats = {FP16, default_v_format(torch.device("meta"))}
+    formats = {FP16, default_v_format(DEVICE)}
     cases = [(BF16, head_dim, sizes) for head_dim, sizes in product((64, 128), ((128, 64), (64, 128)))]
     cases += [(BF16, 128, (64, 64)), (BF16, 128, (128, 128)), (FP32, 64, (128, 64)), (FP32, 128, (64, 128))]
     for dtype, head_dim, (block_q, block_k) in cases:
@@ -430,7 +431,7 @@ def launch_block_sparse_attention() -> None:
         for v_format in sorted(formats, key=str):
             block_sparse_attention_8bit(quantized_qkv(v_format, head_dim)._replace(dtype=dtype), **options)
     for head_dim, dtype in product((64, 128), (BF16, FP16)):  # with the fastest blocks
-        qkv = quantized_qkv(default_v_format(torch.device("meta")), head_dim)
+        qkv = quantized_qkv(default_v_format(DEVICE), head_dim)
         block_sparse_attention_8bit(qkv._replace(dtype=dtype), mass=0.5)
     for dtype, tokens in ((FP16, 300), (BF16, 32760), (BF16, 75600)):
         x = meta(1, tokens, 3, 128, dtype=dtype)

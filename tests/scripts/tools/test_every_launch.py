@@ -16,6 +16,7 @@ from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import dispatch
 from turbo_rcm_patch.kernels.attention import attention_tiles
 from turbo_rcm_patch.kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_SAMPLE, PER_TOKEN
+from turbo_rcm_patch.kernels.launch import compile_ahead
 from turbo_rcm_patch.kernels.linear import gemm_portable as gemm
 from turbo_rcm_patch.kernels.quantized import FP8, INT8
 
@@ -151,15 +152,20 @@ def test_every_launch_is_on_its_tensors_device(op, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("op", LAUNCHES)
 def test_a_launch_on_a_device_that_is_not_the_current_one(op, monkeypatch):
     """The calls of the gate, on a second GPU while the first is current: each kernel runs where its tensors are."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    monkeypatch.setattr(
-        every_launch, "meta", lambda *shape, dtype=torch.bfloat16: torch.ones(shape, dtype=dtype, device="cuda:1")
-    )
+    gpu = torch.device("cuda", 1)
+
+    def ones(*shape, dtype=torch.bfloat16):
+        return torch.ones(shape, dtype=dtype, device=gpu)
+
+    monkeypatch.setattr(every_launch, "DEVICE", gpu)
+    monkeypatch.setattr(every_launch, "meta", ones)
+    assert every_launch.formats()  # some ops launch nothing else
     assert torch.cuda.current_device() == 0
+    compile_ahead(LAUNCHES[op])  # compiled one after the other, the kernels of some ops take minutes
     LAUNCHES[op]()
     torch.cuda.synchronize(1)
     assert torch.cuda.current_device() == 0
