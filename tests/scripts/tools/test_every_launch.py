@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import dispatch
 from turbo_rcm_patch.kernels.attention import attention_tiles
 from turbo_rcm_patch.kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_SAMPLE, PER_TOKEN
-from turbo_rcm_patch.kernels.launch import compile_ahead
+from turbo_rcm_patch.kernels.launch import compile_ahead, recorded
 from turbo_rcm_patch.kernels.linear import gemm_portable as gemm
 from turbo_rcm_patch.kernels.quantized import FP8, INT8
 
@@ -142,9 +141,7 @@ def test_every_launch_is_on_its_tensors_device(op, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
     with (
         dispatch.meta_is_gpu((9, 0), 100),
-        importlib.import_module("turbo_rcm_patch.kernels.launch").recorded(
-            lambda launch: current.append((launch, bool(within) and within[-1].device.type == "meta"))
-        ),
+        recorded(lambda launch: current.append((launch, bool(within) and within[-1].device.type == "meta"))),
     ):
         LAUNCHES[op]()
     assert current
