@@ -21,7 +21,7 @@ from turbo_rcm_patch.kernels.reference import repeat_residual
 from turbo_rcm_patch.patching.families.vae import steps
 from turbo_rcm_patch.patching.families.vae.classes import DECODER
 from turbo_rcm_patch.patching.families.vae.decoder import _Decoder
-from turbo_rcm_patch.patching.families.vae.layers import keep_last_frames
+from turbo_rcm_patch.patching.families.vae.layers import with_last_frames
 from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
 from turbo_rcm_patch.tiers import EXACT
 
@@ -262,14 +262,18 @@ def test_zeros_before_an_image_are_not_multiplied(frames, monkeypatch):
     assert {window for window, _ in windows} == ({1} if frames == 1 else {1, 3})
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("is_part", [False, True])
 @pytest.mark.parametrize("frames", [1, 2, 3])
-def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames):
-    """A chunk shorter than its window needs frames from before it too."""
-    front, x = (torch.randn(2, count, 1, 2, 3) for count in (2, frames))
-    expected, place = torch.cat((front, x), 1)[:, -2:].clone(), front.data_ptr()
-    keep_last_frames(front, x)
-    assert torch.equal(front, expected)
-    assert front.data_ptr() == place
+def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames, is_part, inference):
+    """A chunk shorter than its window needs frames from before it too. Only a whole tensor is kept as it is."""
+    with torch.inference_mode(inference):
+        front, x = (torch.randn(1, count, 1, 2, 3) for count in (2, frames + is_part))
+        x = x[:, is_part:]
+        expected = torch.cat((front, x), 1)[:, -2:].clone()
+        kept = with_last_frames(front, x)
+        assert torch.equal(kept, expected)
+        assert kept is (x if frames == 2 and not is_part else front)
 
 
 @pytest.mark.parametrize(("given", "made", "times", "size"), [(8, 8, 2, 1), (8, 4, 1, 1), (8, 8, 1, 1), (6, 9, 2, 3)])

@@ -1,8 +1,9 @@
 """The number of frames that the encoder and each stage of the decoder take at a time, and the memory with them.
 
 All frames of a video at once take too much memory. One latent frame at a time leaves a GPU idle if frames are small. So
-a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. It takes
-fewer if memory is short, down to one. The encoder takes FRAMES then.
+a stage takes as many frames as fill WORKING_SET. If these are fewer than twice KEPT, it takes KEPT: the frames that a
+convolution keeps for the next chunk are then those of the chunk, and are not copied. It takes fewer if memory is short,
+down to one. The encoder takes FRAMES then.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .encoder import FRAMES, PIXEL
 from .sizes import latent_size
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
+KEPT = 2  # frames that a causal convolution keeps
 TILES_WORKING_SET = 1 << 27  # the same for a tile: users decode in tiles to save memory
 SHARES = (1, 3 / 4, 1 / 2, 1 / 4)  # of these frames, tried one after the other where memory is short
 MOST_ELEMENTS = 2**31 - 1  # elements of a tensor that PyTorch's convolutions index with 32 bits
@@ -89,8 +91,9 @@ def frames_at_once(
         stages = [stage.of_share(share) for stage, share in zip(stages, shares, strict=True)]
     frames = []
     for stage in stages:
-        frame, of_one_latent = stage.alive * size, 2**stage.doublings
-        wanted = latents * of_one_latent if latents else max(working_set // (frame * z.itemsize), of_one_latent)
+        frame = stage.alive * size
+        filled = working_set // (frame * z.itemsize)
+        wanted = latents * 2**stage.doublings if latents else filled if filled >= 2 * KEPT else KEPT
         frames.append(max(1, min(wanted, MOST_ELEMENTS // frame)))
     if latents or free is None:
         return frames

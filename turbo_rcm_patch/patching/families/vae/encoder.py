@@ -14,7 +14,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 from torch import nn
 
 from .classes import RESAMPLE, RESIDUAL_BLOCK
-from .layers import Run, keep_last_frames
+from .layers import Run, with_last_frames
 from .steps import VaePlan, takes_front
 
 FRAMES = 4  # that become one latent frame, or more: the least to encode at a time
@@ -84,7 +84,7 @@ class _Encoder(Run):
                 self._fronts[time_conv] = x.clone()
             return x
         y = self._plan.downsampling(time_conv).run(x, front)
-        keep_last_frames(front, x)
+        self._fronts[time_conv] = with_last_frames(front, x)
         return y
 
     def average(self, shortcut: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ....kernels.range_8bit import EMPTY
 from ....kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
 from ...steps.plan import Call
 from .classes import resnets_for_8_bits
-from .layers import keep_last_frames
+from .layers import with_last_frames
 from .steps import VaePlan, kernel_size, sizes_8bit
 
 SIZE = (1, 4, 64, 64)  # B, T, H, W of an input: whether a kernel takes it does not depend on them
@@ -89,7 +89,7 @@ class Convolutions8bit:
         known = self._inputs[conv]
         y = step.run(x, known.bounds, *known.weight, conv.bias, residual, known.front)
         if known.front is not None:
-            keep_last_frames(known.front, x)
+            self._inputs[conv] = known._replace(front=with_last_frames(known.front, x))
         return y
 
     def _begin(self, conv: nn.Module, gain: torch.Tensor, x: torch.Tensor) -> _Input:

@@ -1,8 +1,9 @@
 """The layers that a VAE's encoder and decoder have in common, on channels-last activations [B, T, H, W, C].
 
 diffusers keeps for each causal convolution the last frames that it read. Here these frames are a second input of the
-convolution, its front: zeros at first, later the last frames of the previous chunk. An image has only zeros before it,
-which are not multiplied: only the last frame of a convolution's window is.
+convolution, its front: zeros at first, later the last frames of the previous chunk. A chunk of as many frames as are
+kept becomes the next front as it is. An image has only zeros before it, which are not multiplied: only the last frame
+of a convolution's window is.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Run:
         if takes_front(self._plan.convolution(conv, x.shape)):
             return x, front
         x = torch.cat((front, x), 1)
-        keep_last_frames(front, x)
+        self._fronts[conv] = with_last_frames(front, x)
         return x, None
 
     def convolve(
@@ -83,16 +84,20 @@ class Run:
         new = T if front is not None or self._is_image else T - kernel_size(conv)[0] + 1
         y = self._plan.convolution(conv, (B, new, *image), self._is_image).run(x, residual, front)
         if front is not None:
-            keep_last_frames(front, x)
+            self._fronts[conv] = with_last_frames(front, x)
         return y
 
 
-def keep_last_frames(front: torch.Tensor, x: torch.Tensor) -> None:
-    """Replace the frames of a front by the last ones of front and x together, in place.
+def with_last_frames(front: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the next front: the last frames of front and x together. It is x, or front with other contents.
 
-    Fronts are most of what a decode of large frames holds. In place they never exist twice.
+    x must not be used afterwards. Fronts are most of what a decode of large frames holds, so they never exist twice,
+    and never hold more: a part of a tensor would keep all of it.
     """
     left = front.shape[1] - x.shape[1]
+    if left == 0 and x.untyped_storage().nbytes() == x.nbytes:
+        return x
     if left > 0:
         front[:, :left] = front[:, -left:]  # at most one frame of two, so that they do not overlap
     front[:, max(0, left) :] = x[:, -front.shape[1] :]
+    return front
