@@ -1,14 +1,12 @@
 """The portable kernel of conv_skip for sm_80 to sm_120: an implicit GEMM, ``residual + (x ∗ W + b)``.
 
-A tile of the result is a box of pixels of one frame, or of a few frames if one has too few channels to fill the tile's
-columns (`_launch_together`). For each position in W's window the same box of x, shifted, is multiplied. On sm_90 and
-newer, TMA reads the boxes and gives zeros outside the image. On older GPUs, and if a pixel's channels are not a
-multiple of 16 bytes, pointers and masks do the same. Operands of 8 bits (conv_8bit.py) are summed in int32.
+A tile of the result is a box of pixels of one frame. For each position in W's window the same box of x, shifted, is
+multiplied. If the result has few channels, the positions are columns of one product instead (`_launch_narrow`). On
+sm_90 and newer, TMA reads the boxes and gives zeros outside the image. On older GPUs, and if a pixel's channels are not
+a multiple of 16 bytes, pointers and masks do the same. Operands of 8 bits (conv_8bit.py) are summed in int32.
 """
 
 from __future__ import annotations
-
-from itertools import product
 
 import torch
 import triton
@@ -18,11 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..dispatch import device_properties
 from ..launch import launch_kernel, register_options
 from ..linear.gemm_portable import epilogue_in_parts, locate_tile
-from ..sizes import cdiv
+from ..sizes import cdiv, next_power_of_2
 from ..tma import TMA_CAPABILITY
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image, residual_repeats
 
-NARROW, TOGETHER = 16, 4  # with up to 16 channels, 4 frames of a result share a tile of up to 64 columns
+NARROW = 16  # channels of a result, at most, for which a window's positions are columns
+PIXELS = 256  # for which a program adds the products of a window
 
 
 def launch(
@@ -35,59 +34,42 @@ def launch(
     factor: [N] fp32 for x, front and weight in int8, or None. With a factor, images of x and front have one more pixel
     on each side.
     """
-    is_plain = interleave == 1 and not upsample and factor is None
-    if is_plain and has_frames_together(weight.shape, out.shape[1]):
-        _launch_together(x, front, weight, bias, residual, out)
+    if interleave == 1 and not upsample and factor is None and is_narrow(weight.shape):
+        _launch_narrow(x, front, weight, bias, residual, out)
     else:
         _launch_boxes(x, front, weight, bias, residual, out, upsample, interleave, factor=factor)
 
 
-def has_frames_together(weight_shape: tuple[int, ...], frames: int) -> bool:
-    """True if a tile holds TOGETHER frames of the result, because it has few channels and enough frames."""
-    N, kt = weight_shape[:2]
-    return kt > 1 and N <= NARROW and frames >= TOGETHER
+def is_narrow(weight_shape: tuple[int, ...]) -> bool:
+    """True if a result has so few channels that each position in the window gets columns of its own."""
+    N, _, kh, _, _ = weight_shape
+    return kh > 1 and N <= NARROW
 
 
-def _launch_together(
+def _launch_narrow(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Write the result to out with TOGETHER of its frames in a tile, side by side as columns. All tensors are packed.
-
-    The windows of four consecutive frames span six frames. So half as many boxes of x are read per frame as for frames
-    alone. Frames outside a window are multiplied by zero.
-    """
-    kt, T = weight.shape[1], out.shape[1]
-    whole = T - T % TOGETHER
-    parts = [(0, whole, TOGETHER)] + ([(whole, T, 1)] if whole < T else [])
-    # With several samples, a part of the frames is not packed.
-    samples = [slice(None)] if whole == T else [slice(sample, sample + 1) for sample in range(len(x))]
-    wide = _repeat_in_time(weight, TOGETHER), None if bias is None else bias.repeat(TOGETHER)
-    in_front = 0 if front is None else kt - 1
-    for sample, (first, last, count) in product(samples, parts):
-        rows = (weight, bias) if count == 1 else wide
-        old = None if residual is None else residual[sample, first:last]
-        before = front[sample] if in_front and first == 0 else None
-        window = x[sample, max(first - in_front, 0) : last + kt - 1 - in_front]
-        _launch_boxes(window, before, *rows, old, out[sample, first:last], False, count, stride=count)
-
-
-def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
-    """Return the weight repeated for several frames, each with its window shifted in time:
-    [frames · N, kt + frames - 1, ...]."""
-    N, kt, *window = weight.shape
-    wide = weight.new_zeros(frames, N, kt + frames - 1, *window)
-    for frame in range(frames):
-        wide[frame, :, frame : frame + kt] = weight
-    return wide.flatten(0, 1)
+    """Write the result to out in two steps. The first multiplies each pixel by all of the window at once, so that x is
+    read once and not for each position. The second adds the products that belong to a pixel of the result."""
+    N, kt, kh, kw, C = weight.shape
+    columns = weight.permute(2, 3, 0, 1, 4).reshape(kh * kw * N, kt, 1, 1, C).contiguous()
+    products = x.new_empty(*out.shape[:4], len(columns), dtype=torch.float32)
+    _launch_boxes(x, front, columns, None, None, products, False, 1)
+    pixels = out.numel() // N
+    arguments = products, bias, residual, out, pixels, *out.shape[2:4], N
+    width = next_power_of_2(N)
+    launch_kernel(
+        _add_window_kernel, (cdiv(pixels, PIXELS),), *arguments, KH=kh, COLUMNS=width, PIXELS=PIXELS, num_warps=4
+    )
 
 
 def _launch_boxes(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
     factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Do what `launch` does; a tile's box is in one frame of x's windows. stride: the frames of x between windows."""
+    """Do what `launch` does, with a tile's box in one frame of x's windows. out may be fp32 while x is not."""
     B, _, *edges, C = x.shape
     H, W = edges if factor is None else (edge - 2 for edge in edges)
     N, kt, kh, kw, _ = weight.shape
@@ -119,7 +101,6 @@ def _launch_boxes(
         C=C,
         KT=kt,
         KH=kh,
-        STRIDE=stride,
         FRONT=0 if front is None else front.shape[1],
         UPSAMPLE=upsample,
         INTERLEAVE=interleave,
@@ -151,13 +132,13 @@ def _tile_options(tiles: ConvTiles) -> dict[str, object]:
 @triton.jit(do_not_specialize=("boxes", "T", "H", "W"))
 def _conv_skip_kernel(
     x, front, weight, weight_tail, factor, bias, residual, out, boxes, T, H, W, N,
-    C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, STRIDE: tl.constexpr, FRONT: tl.constexpr,
+    C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, FRONT: tl.constexpr,
     UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr, REPEATS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile.
 
-    x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. With a factor both are two pixels
+    x: [B · (T + KT − 1 − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. With a factor both are two pixels
     higher and wider.
     weight: [KT · KH · KH, N, C], a view of a packed [N, KT · KH · KH, C]. N counts the rows for all interleaved frames.
     weight_tail: the weight's descriptor for the tail columns of a tile, past a power of two.
@@ -175,7 +156,7 @@ def _conv_skip_kernel(
     _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
     sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
     column = column_tile * (COLUMNS + TAIL)
-    begin = STRIDE * frame - FRONT  # of the window, counted in the sample's frames of x
+    begin = frame - FRONT  # of the window, counted in the sample's frames of x
     place = (top + BORDER, left + BORDER, phase_y, phase_x, column)
     edges = (H + 2 * BORDER, W + 2 * BORDER)
     weights = (weight, weight_tail if DESCRIPTORS else weight)
@@ -189,11 +170,11 @@ def _conv_skip_kernel(
     if FRONT:
         steps_in_front = tl.maximum(-begin, 0) * (KH * KH * CHUNKS)
         acc, acc_tail = _add_steps(
-            acc, acc_tail, 0, steps_in_front, front, sample * FRONT + STRIDE * frame, weights, place, *edges, N,
+            acc, acc_tail, 0, steps_in_front, front, sample * FRONT + frame, weights, place, *edges, N,
             C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
         )  # fmt: skip
     acc, acc_tail = _add_steps(
-        acc, acc_tail, steps_in_front, TAPS * CHUNKS, x, sample * (STRIDE * (T - 1) + KT - FRONT) + begin, weights,
+        acc, acc_tail, steps_in_front, TAPS * CHUNKS, x, sample * (T + KT - 1 - FRONT) + begin, weights,
         place, *edges, N, C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
     )  # fmt: skip
     SCALE: tl.constexpr = 2 if UPSAMPLE else 1
@@ -314,3 +295,27 @@ def _store(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
         acc += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     offsets = (pixels * channels)[:, None] + places[None, :]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("pixels", "H", "W"))
+def _add_window_kernel(
+    products, bias, residual, out, pixels, H, W, N,
+    KH: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
+    """products: [pixels, KH · KH · N], fp32. pixels: of all images [H, W]. A neighbour outside the image is zero."""
+    pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
+    channels = tl.arange(0, COLUMNS)
+    y, column = pixel // W % H, pixel % W
+    mask = (pixel < pixels)[:, None] & (channels < N)[None, :]
+    acc = tl.zeros((PIXELS, COLUMNS), tl.float32)
+    for tap in tl.static_range(KH * KH):
+        below, right = tap // KH - KH // 2, tap % KH - KH // 2
+        inside = (y + below >= 0) & (y + below < H) & (column + right >= 0) & (column + right < W)
+        places = ((pixel + below * W + right) * (KH * KH) + tap) * N
+        acc += tl.load(products + places[:, None] + channels[None, :], mask=mask & inside[:, None], other=0.0)
+    if bias is not None:
+        acc += tl.load(bias + channels, mask=channels < N, other=0.0).to(tl.float32)[None, :]
+    places = pixel[:, None] * N + channels[None, :]
+    if residual is not None:
+        acc += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=mask)
