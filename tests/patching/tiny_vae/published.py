@@ -1,12 +1,13 @@
-"""Tiny VAEs' decoders as published, computed from a file's tensors over all frames at once, and files of them.
+"""Tiny VAEs' decoders as published, computed from a file's tensors over all frames at once; files and VAEs for them.
 
 Written from the published definition, apart from the package: a list of operations, and no state between frames.
 """
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from tests.tiny_vae import tiny_vae
 from turbo_rcm_patch.patching.tiny_vae import network
 
 WIDTHS = {"base": (8, 6, 4, 4), "super": (8, 6, 4, 2)}
@@ -85,3 +86,31 @@ def published_video(tensors, kind, latents):
     x = conv(x, 22)
     x = F.pixel_shuffle(x, patch) if patch > 1 else x
     return x.clamp(0, 1).unflatten(0, (B, -1))[:, 3:]
+
+
+def vae_for(kind, **options):
+    return tiny_vae("wan 2.1" if KINDS[kind][2] == 1 else "residual", **options, **mean_and_deviation(KINDS[kind][1]))
+
+
+def mean_and_deviation(channels):
+    return {
+        "z_dim": channels,
+        "latents_mean": torch.linspace(-1, 1, channels).tolist(),
+        "latents_std": torch.linspace(1, 3, channels).tolist(),
+    }
+
+
+def latents(vae, frames=3, batch=2):
+    """Return latents as the transformer makes them, [B, F, C, h, w], and as a pipeline gives them to the VAE."""
+    torch.manual_seed(1)
+    made = 2 * torch.randn(batch, frames, vae.config.z_dim, 3, 5)
+    mean, deviation = (
+        torch.tensor(values).view(-1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return made, (made * deviation + mean).movedim(1, 2)
+
+
+def published_sample(file, kind, made):
+    """Return the published sample [B, 3, T, H, W] in [-1, 1], in fp64."""
+    tensors = {name: tensor.double() for name, tensor in load_file(file).items()}
+    return published_video(tensors, kind, made.double()).movedim(2, 1) * 2 - 1

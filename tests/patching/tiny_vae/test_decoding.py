@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import turbo_rcm_patch as trp
-from tests.patching.tiny_vae.published import KINDS, WIDTHS, published_video, tiny_file
+from tests.patching.tiny_vae.published import KINDS, WIDTHS, latents, published_sample, tiny_file, vae_for
 from tests.tiny_vae import tiny_vae
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.compare import compare
@@ -24,34 +23,6 @@ ROUNDING = 1e-5  # of some sixty layers in fp32
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(network, "WIDTHS", WIDTHS)
-
-
-def vae_for(kind, **options):
-    return tiny_vae("wan 2.1" if KINDS[kind][2] == 1 else "residual", **options, **mean_and_deviation(KINDS[kind][1]))
-
-
-def mean_and_deviation(channels):
-    return {
-        "z_dim": channels,
-        "latents_mean": torch.linspace(-1, 1, channels).tolist(),
-        "latents_std": torch.linspace(1, 3, channels).tolist(),
-    }
-
-
-def latents(vae, frames=3, batch=2):
-    """Return latents as the transformer makes them, [B, F, C, h, w], and as a pipeline gives them to the VAE."""
-    torch.manual_seed(1)
-    made = 2 * torch.randn(batch, frames, vae.config.z_dim, 3, 5)
-    mean, deviation = (
-        torch.tensor(values).view(-1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return made, (made * deviation + mean).movedim(1, 2)
-
-
-def published_sample(file, kind, made):
-    """Return the published sample [B, 3, T, H, W] in [-1, 1], in fp64."""
-    tensors = {name: tensor.double() for name, tensor in load_file(file).items()}
-    return published_video(tensors, kind, made.double()).movedim(2, 1) * 2 - 1
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5])

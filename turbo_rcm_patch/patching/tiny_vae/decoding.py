@@ -21,7 +21,7 @@ _NETWORK = "_turbo_rcm_patch_tiny_vae"  # the attribute of a VAE that holds the 
 OTHERS = ("taehv", "taecvx", "taeos", "taeltx", "taeh3", "taem1", "taesd")  # published for other latents, by file name
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which PyTorch has convolutions
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
-ALIVE = 4  # tensors of the last width that live together, for each pixel
+ALIVE = 2  # tensors of the last width that live together: what a convolution at full size reads and makes
 
 
 class TinyVae:
@@ -152,11 +152,13 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
     latents = ((z.float() - mean) / deviation).to(dtype).movedim(1, 2)  # as the transformer made them
     B, count, _, height, width = latents.shape
     shape = B, 3, count * _growth(), height * self.spatial_compression_ratio, width * self.spatial_compression_ratio
-    sample, done, before = z.new_empty(shape), 0, {}
-    for part in latents.split(_at_once(network, latents), 1):
-        frames = network(part, before).movedim(2, 1)
-        sample[:, :, done : done + frames.shape[2]] = frames * 2 - 1
-        done += frames.shape[2]
+    sample = z.new_empty(shape)
+    for video, result in zip(latents, sample, strict=True):
+        done, before = 0, {}
+        for part in video.split(_at_once(network, video)):
+            frames = network(part, before)
+            result[:, done : done + len(frames)] = (frames * 2 - 1).movedim(1, 0)
+            done += len(frames)
     sample = sample[:, :, FIRST:]
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
@@ -167,7 +169,7 @@ def _growth() -> int:
 
 
 def _at_once(network: TinyDecoder, latents: torch.Tensor) -> int:
-    """Return the number of latent frames to decode at a time."""
-    B, _, _, height, width = latents.shape
+    """Return the number of latent frames [F, C, h, w] to decode at a time."""
+    _, _, height, width = latents.shape
     last = network.decoder[-1].in_channels * _growth() * height * width * EDGE**2
-    return max(1, WORKING_SET // (ALIVE * B * last * latents.itemsize))
+    return max(1, WORKING_SET // (ALIVE * last * latents.itemsize))
