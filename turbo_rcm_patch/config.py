@@ -48,8 +48,8 @@ class PatchConfig:
             "8bit" also runs most of the decoder's convolutions in 8 bits, on a GPU (not timed yet). Decoded frames then
             differ from exact ones (docs/tiers.md).
         vae_chunk: how many latent frames the VAE takes at a time. Fewer take less memory; more are faster if frames
-            are small. None: as many as fit in 1 GiB (128 MiB for a tile), at least two frames, or one if memory is
-            short.
+            are small. None: one, or as many more as fit in 1 GiB (128 MiB for a tile), or part of one if frames are
+            large or memory is short.
 
     Raises TypeError for an option that the tier does not have, and ValueError for a value that an option does not take.
     """

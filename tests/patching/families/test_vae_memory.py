@@ -13,7 +13,7 @@ import turbo_rcm_patch as trp
 from tests.patching.families.peak import as_on_a_gpu
 from tests.tiny_vae import tiny_latents, tiny_vae
 from turbo_rcm_patch.patching.families import CASES
-from turbo_rcm_patch.patching.families.vae import chunks, forward
+from turbo_rcm_patch.patching.families.vae import chunks, forward, steps
 from turbo_rcm_patch.patching.families.vae.chunks import (
     MOST_ELEMENTS,
     TILES_WORKING_SET,
@@ -26,6 +26,7 @@ from turbo_rcm_patch.patching.families.vae.chunks import (
     output_shape,
     unpatched_decoding_bytes,
     unpatched_encoding_bytes,
+    weights_bytes,
 )
 from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
 
@@ -158,11 +159,10 @@ def test_tiles_take_less_than_diffusers():
 
 
 def test_the_estimate_is_what_a_decode_takes():
-    """Those of other sizes and models are held to what a GPU measured."""
-    size = "wan 2.1, 480p"
-    vae, z = real(size)
+    for size in reversed(SIZES):
+        vae, z = real(size)
+        assert 0.97 <= decoding_bytes(vae, *video_of(vae, z)) / patched_peak(size) <= 1.06
     video = video_of(vae, z)
-    assert 0.95 <= decoding_bytes(vae, *video) / patched_peak(size) <= 1.1
     assert 0.95 <= decoding_bytes(vae, *video, in_tiles=True) / patched_peak(size, tiles=True) <= 1.15
     z = z[:, :, :FEW]
     assert 0.95 <= decoding_bytes(vae, *video_of(vae, z), free=0) / peak_with([1] * 5, vae, z) <= 1.1
@@ -230,13 +230,14 @@ def test_the_estimate_of_diffusers_own_decode_in_tiles():
 
 
 # What an H200 measured: height, width, frames, and the bytes of a decode, of one with a frame at a time, in tiles, and
-# of an encode in diffusers' code.
+# of an encode in diffusers' code. None: not measured. Large frames took 3_375_257_600 bytes at 480p and 7_392_088_064
+# at 720p while one more front lived: peak() counted 3_371_197_440 and 7_392_614_400 then. Weights were not kept yet.
 MEASURED = [
-    ({}, (480, 832, 81), 3_904_241_664, 2_569_082_880, 854_198_272, 3_436_656_128),
-    ({}, (480, 832, 121), 4_057_595_904, 2_664_929_280, 991_922_176, 3_440_649_728),
-    ({}, (256, 256, 33), 1_583_650_816, 402_718_720, 1_583_650_816, 564_968_960),
-    ({}, (720, 1280, 81), 8_456_177_664, 5_928_652_800, 1_125_922_816, 7_925_345_792),
-    (TI2V_5B_VAE, (704, 1280, 121), 7_150_030_848, 4_983_869_440, 1_293_058_048, None),
+    ({}, (480, 832, 81), None, 2_505_248_768, 854_198_272, 3_436_656_128),
+    ({}, (480, 832, 121), None, 2_599_755_776, 991_922_176, 3_440_649_728),
+    ({}, (256, 256, 33), 1_586_173_952, 392_173_568, 1_586_173_952, 564_968_960),
+    ({}, (720, 1280, 81), None, 5_763_794_944, 1_125_922_816, 7_925_345_792),
+    (TI2V_5B_VAE, (704, 1280, 121), None, 4_983_869_440, 1_293_058_048, None),
 ]
 
 
@@ -244,9 +245,10 @@ MEASURED = [
 def test_the_estimate_is_what_a_gpu_measured(options, video, whole, one, tiles, encode):
     with torch.device("meta"):
         vae = AutoencoderKLWan(**options).to(torch.bfloat16)
-    assert 0.97 <= decoding_bytes(vae, *video) / whole <= 1.06
-    assert 0.96 <= decoding_bytes(vae, *video, free=0) / one <= 1.06
-    assert 0.97 <= decoding_bytes(vae, *video, in_tiles=True) / tiles <= 1.06
+    kept = weights_bytes(vae.decoder, False)
+    assert whole is None or 0.97 <= (decoding_bytes(vae, *video) - kept) / whole <= 1.06
+    assert 0.96 <= (decoding_bytes(vae, *video, free=0) - kept) / one <= 1.06
+    assert 0.97 <= (decoding_bytes(vae, *video, in_tiles=True) - kept) / tiles <= 1.06
     if encode is not None:
         height, width, frames = video
         given = 2 * 3 * frames * height * width * 2
@@ -284,7 +286,7 @@ def test_no_convolution_gets_more_elements_than_32_bits_count():
 
 def test_the_config_says_how_much_is_taken_at_a_time():
     words = " ".join(trp.PatchConfig.__doc__.split())
-    assert f"as many as fit in {WORKING_SET >> 30} GiB ({TILES_WORKING_SET >> 20} MiB for a tile)" in words
+    assert f"as many more as fit in {WORKING_SET >> 30} GiB ({TILES_WORKING_SET >> 20} MiB for a tile)" in words
 
 
 def test_the_option_counts_latent_frames():
@@ -355,8 +357,23 @@ def test_the_sample_and_graphs_are_beside_the_activations(monkeypatch):
         forward.vae_state(vae).users.add(transformer)
         monkeypatch.setattr(forward, "graph_of", lambda model: mock.Mock(reserved_bytes=7))
         peak(vae, z)
-    assert asked == [{"free": (1 << 40) - sample_bytes(vae, z) - 7, "shares": None, "in_8_bits": False}]
+    held = sample_bytes(vae, z) + weights_bytes(vae.decoder, False) + 7
+    assert asked == [{"free": (1 << 40) - held, "shares": None, "in_8_bits": False}]
     assert output_shape(vae, z) == (1, 3, 81, 480, 832)
+
+
+@pytest.mark.parametrize(("small", "times"), [(1 << 40, 1), (0, 0)])
+def test_small_weights_are_packed_once_in_a_decode(small, times, monkeypatch):
+    vae, z = real("wan 2.1, 480p")
+    packed = []
+    monkeypatch.setattr(steps, "SMALL", small)
+    monkeypatch.setattr(steps, "pack_weight", lambda weight: packed.append(weight) or weight)
+    monkeypatch.setattr(steps.PackedWeights, "of", counted := mock.Mock(wraps=steps.PackedWeights().of))
+    with trp.patch(vae):
+        peak(vae, z[:, :, :FEW])
+    convolutions = {(call.args[0], call.args[1]) for call in counted.call_args_list}
+    assert len(counted.call_args_list) > 5 * len(convolutions)
+    assert len(packed) == times * len(convolutions)
 
 
 @pytest.mark.gpu

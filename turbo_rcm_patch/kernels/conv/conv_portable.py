@@ -21,6 +21,7 @@ from ..tma import TMA_CAPABILITY
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image, residual_repeats
 
 NARROW = 16  # channels of a result, at most, for which a window's positions are columns
+ALIGNED = 16  # columns of such a product are a multiple of this
 PIXELS = 256  # for which a program adds the products of a window
 
 
@@ -53,11 +54,14 @@ def _launch_narrow(
     """Write the result to out in two steps. The first multiplies each pixel by all of the window at once, so that x is
     read once and not for each position. The second adds the products that belong to a pixel of the result."""
     N, kt, kh, kw, C = weight.shape
-    columns = weight.permute(2, 3, 0, 1, 4).reshape(kh * kw * N, kt, 1, 1, C).contiguous()
+    rows = weight.permute(2, 3, 0, 1, 4).reshape(kh * kw * N, kt, 1, 1, C)
+    # Rows of zeros, so that threads store several values at a time.
+    columns = rows.new_zeros(cdiv(len(rows), ALIGNED) * ALIGNED, *rows.shape[1:])
+    columns[: len(rows)] = rows
     products = x.new_empty(*out.shape[:4], len(columns), dtype=torch.float32)
     _launch_boxes(x, front, columns, None, None, products, False, 1)
     pixels = out.numel() // N
-    arguments = products, bias, residual, out, pixels, *out.shape[2:4], N
+    arguments = products, bias, residual, out, pixels, *out.shape[2:4], N, len(columns)
     width = next_power_of_2(N)
     launch_kernel(
         _add_window_kernel, (cdiv(pixels, PIXELS),), *arguments, KH=kh, COLUMNS=width, PIXELS=PIXELS, num_warps=4
@@ -299,10 +303,11 @@ def _store(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=("pixels", "H", "W"))
 def _add_window_kernel(
-    products, bias, residual, out, pixels, H, W, N,
+    products, bias, residual, out, pixels, H, W, N, row,
     KH: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """products: [pixels, KH · KH · N], fp32. pixels: of all images [H, W]. A neighbour outside the image is zero."""
+    """products: [pixels, row], fp32, of which the first KH · KH · N count. pixels: of all images [H, W]. A neighbour
+    outside the image is zero."""
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     channels = tl.arange(0, COLUMNS)
     y, column = pixel // W % H, pixel % W
@@ -311,7 +316,7 @@ def _add_window_kernel(
     for tap in tl.static_range(KH * KH):
         below, right = tap // KH - KH // 2, tap % KH - KH // 2
         inside = (y + below >= 0) & (y + below < H) & (column + right >= 0) & (column + right < W)
-        places = ((pixel + below * W + right) * (KH * KH) + tap) * N
+        places = (pixel + below * W + right) * row + tap * N
         acc += tl.load(products + places[:, None] + channels[None, :], mask=mask & inside[:, None], other=0.0)
     if bias is not None:
         acc += tl.load(bias + channels, mask=channels < N, other=0.0).to(tl.float32)[None, :]

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..sizes import cdiv, next_power_of_2
 
@@ -20,9 +21,14 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     as_in_module = weight.permute(0, 4, 1, 2, 3)
     if weight.is_contiguous() or not as_in_module.is_contiguous():
         return weight.contiguous()
-    N, *window, C = weight.shape
+    return _pack_weight(as_in_module)
+
+
+@kernel_op("pack_weight")
+def _pack_weight(as_in_module: torch.Tensor) -> torch.Tensor:
+    N, C, *window = as_in_module.shape
     taps = window[0] * window[1] * window[2]
-    packed = weight.new_empty(weight.shape)
+    packed = as_in_module.new_empty(N, *window, C)
     launch_kernel(
         _pack_weight_kernel,
         (N, cdiv(C, CHANNELS)),
@@ -33,6 +39,12 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         num_warps=4,
     )
     return packed
+
+
+@_pack_weight.register_fake
+def _(as_in_module):
+    N, C, *window = as_in_module.shape
+    return as_in_module.new_empty(N, *window, C)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from ..launch import launch_kernel
 from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
 
+PROGRAMS = 8  # of a multiprocessor: 2 to 9 % faster than 4 (H200, 96 and 192 channels)
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
@@ -44,7 +45,7 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
     B, S, C = rows.shape
     block = next_power_of_2(C)
     tile = row_tile(block, block * x.element_size())
-    grid, strides = row_grid(x.device, tile["ROWS"], S, B), (rows.stride(0), rows.stride(1))
+    grid, strides = row_grid(x.device, tile["ROWS"], S, B, PROGRAMS), (rows.stride(0), rows.stride(1))
     operands = (rows, weight.contiguous(), out, S, C, *strides, C**0.5)
     launch_kernel(_rms_norm_silu_kernel, grid, *operands, SILU=silu, BLOCK=block, **tile)
     return out

@@ -20,7 +20,7 @@ from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..sizes import cdiv, next_power_of_2
 from .quantize_rows import ROUNDING
-from .rms_norm_silu import normalize, rows_of, silu
+from .rms_norm_silu import PROGRAMS, normalize, rows_of, silu
 from .row_tiles import row_grid, row_tile
 
 ELEMENTS = 4096  # that a program rounds anew
@@ -78,7 +78,7 @@ def _operands(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor):
     return (
         rows,
         {"BLOCK": block, **tile},
-        lambda count: row_grid(x.device, tile["ROWS"], count, len(x)),
+        lambda count: row_grid(x.device, tile["ROWS"], count, len(x), PROGRAMS),
         (rows, weight.contiguous(), divisor),
     )
 

@@ -27,7 +27,7 @@ def row_tile(block: int, row_bytes: int, *, in_flight: bool = True, spread: bool
     return {"ROWS": rows, "STAGES": STAGES if fits else 1, "num_warps": num_warps}
 
 
-def row_grid(device: torch.device, rows_at_a_time: int, S: int, B: int) -> tuple[int, int]:
-    """Return the grid of programs that walk the S rows of each of B samples."""
-    programs = max(1, device_properties(device)[1] * PROGRAMS // B)
+def row_grid(device: torch.device, rows_at_a_time: int, S: int, B: int, programs: int = PROGRAMS) -> tuple[int, int]:
+    """Return the grid of programs that walk the S rows of each of B samples. programs: of a multiprocessor."""
+    programs = max(1, device_properties(device)[1] * programs // B)
     return min(-(-S // rows_at_a_time), programs), B

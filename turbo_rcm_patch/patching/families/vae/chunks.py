@@ -1,9 +1,9 @@
 """The number of frames that the encoder and each stage of the decoder take at a time, and the memory with them.
 
 All frames of a video at once take too much memory. One latent frame at a time leaves a GPU idle if frames are small. So
-a stage takes as many frames as fill WORKING_SET. If these are fewer than twice KEPT, it takes KEPT: the frames that a
-convolution keeps for the next chunk are then those of the chunk, and are not copied. It takes fewer if memory is short,
-down to one. The encoder takes FRAMES then.
+a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. Of LARGE frames it
+takes KEPT if WORKING_SET has no room for twice as many: the frames that a convolution keeps for the next chunk are then
+those of the chunk, and are not copied. It takes fewer if memory is short, down to one. The encoder takes FRAMES then.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from .classes import (
 )
 from .encoder import FRAMES, PIXEL
 from .sizes import latent_size
+from .steps import SMALL
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
 KEPT = 2  # frames that a causal convolution keeps
+LARGE = 1 << 28  # bytes of a frame's activations: two such frames fill a GPU
 TILES_WORKING_SET = 1 << 27  # the same for a tile: users decode in tiles to save memory
 SHARES = (1, 3 / 4, 1 / 2, 1 / 4)  # of these frames, tried one after the other where memory is short
 MOST_ELEMENTS = 2**31 - 1  # elements of a tensor that PyTorch's convolutions index with 32 bits
@@ -91,9 +93,14 @@ def frames_at_once(
         stages = [stage.of_share(share) for stage, share in zip(stages, shares, strict=True)]
     frames = []
     for stage in stages:
-        frame = stage.alive * size
+        frame, of_one_latent = stage.alive * size, 2**stage.doublings
         filled = working_set // (frame * z.itemsize)
-        wanted = latents * 2**stage.doublings if latents else filled if filled >= 2 * KEPT else KEPT
+        if latents:
+            wanted = latents * of_one_latent
+        elif frame * z.itemsize >= LARGE and filled < 2 * KEPT:
+            wanted = KEPT
+        else:
+            wanted = max(filled, of_one_latent)
         frames.append(max(1, min(wanted, MOST_ELEMENTS // frame)))
     if latents or free is None:
         return frames
@@ -148,7 +155,7 @@ def decoding_bytes(
         across = -(-width // vae.tile_sample_stride_width)
         blended = 1 - vae.tile_sample_stride_height / vae.tile_sample_min_height  # of each tile of the row above
         held += round(tile * (2 + blended * across))
-    held += weights_8bit_bytes(vae.decoder) if in_8_bits else 0
+    held += weights_bytes(vae.decoder, in_8_bits)
     stages = stages_of(vae.decoder, is_image=size[0] == 1, in_8_bits=in_8_bits)
     pixels = z.shape[-2] * z.shape[-1] * z.itemsize
     left = None if free is None else free - held
@@ -279,6 +286,12 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
             kept += pixels * _kept(module)
             frames /= 2 if module.mode == "downsample3d" else 1
     return alive, kept + pixels * _kept(encoder.conv_out)
+
+
+def weights_bytes(decoder: nn.Module, in_8_bits: bool) -> int:
+    """Return the bytes of the weights that a decode makes and keeps: small ones packed, and those in 8 bits."""
+    sizes = (conv.weight.nbytes for conv in decoder.modules() if isinstance(conv, (nn.Conv2d, nn.Conv3d)))
+    return sum(size for size in sizes if size <= SMALL) + (weights_8bit_bytes(decoder) if in_8_bits else 0)
 
 
 def weights_8bit_bytes(decoder: nn.Module) -> int:

@@ -26,7 +26,7 @@ from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
 from ...steps.plan import SHARED, STATE, Call, active_backend, derivative_of
 from ..family import graph_of
-from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape, weights_8bit_bytes
+from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape, weights_bytes
 from .classes import clamps_tiles, patch_size_of
 from .decoder import decoded
 from .in_8_bits import in_8_bits
@@ -231,7 +231,7 @@ def _at_once(
     shares: as of `frames_at_once`.
     """
     resnets, _ = in_8_bits(vae.decoder, call_for(vae, z.device, z.dtype))
-    held = math.prod(output_shape(vae, z)) * z.itemsize + (weights_8bit_bytes(vae.decoder) if resnets else 0)
+    held = math.prod(output_shape(vae, z)) * z.itemsize + weights_bytes(vae.decoder, bool(resnets))
     chunk, left = vae_state(vae).config.vae_chunk, free_beside(vae, z.device, held)
     options = {"free": left, "in_8_bits": bool(resnets)}
     if tile is None:

@@ -32,9 +32,7 @@ class Run:
         return x
 
     def residual_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm_silu(block.norm1, x)
-        y, front = self.with_front(block.conv1, y)
-        y = self.convolve(block.conv1, y, front=front)
+        y = self.causal(block.conv1, self.norm_silu(block.norm1, x))
         y = self.norm_silu(block.norm2, y)
         y, front = self.with_front(block.conv2, y)
         # The shortcut not earlier, where more is alive.

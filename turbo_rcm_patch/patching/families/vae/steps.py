@@ -16,10 +16,14 @@ from .... import kernels
 from ....kernels.conv.conv_8bit import CONV_8BIT
 from ....kernels.conv.conv_pytorch import convolve
 from ....kernels.conv.conv_skip import CONVOLUTION
+from ....kernels.conv.conv_weight import pack_weight
+from ....kernels.launch import recording
 from ....kernels.rows.rms_norm_silu import RMS_NORM_SILU
 from ...steps.attention import pick_attention
 from ...steps.layers import ALONE
 from ...steps.plan import LINEAR, Call, Step
+
+SMALL = 4 << 20  # bytes of a weight
 
 
 class VaePlan:
@@ -31,13 +35,14 @@ class VaePlan:
     def __init__(self, call: Call):
         self.call = call
         self._steps: dict[tuple, Step] = {}
+        self._weights = PackedWeights()
 
     def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], of_image: bool = False) -> Step:
         """Return the step of a convolution, for x of this shape without the frames before it.
 
         of_image: True if x is an image. Of the window only the last frame counts then, because there are zeros before.
         """
-        return self._once(convolution, conv, shape, of_image=of_image)
+        return self._once(convolution, conv, shape, of_image=of_image, weights=self._weights)
 
     def convolution_8bit(self, conv: nn.Conv3d, shape: tuple[int, ...], of_image: bool) -> Step:
         """Return the step of a convolution in 8 bits, for x of this shape without the pixels around images."""
@@ -62,7 +67,47 @@ class VaePlan:
         return self._steps[key]
 
 
-def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call, *, of_image: bool = False) -> Step:
+class PackedWeights:
+    """The convolutions' weights of one encode or decode as kernels take them, [N, kt, kh, kw, C].
+
+    Small ones are packed once: their convolutions run many times, and packing takes the host longer than the GPU. Large
+    ones are packed by each call, because together they would be a large part of a decode's memory.
+    """
+
+    def __init__(self):
+        self._packed: dict[tuple, torch.Tensor] = {}
+
+    def of(self, conv: nn.Conv2d | nn.Conv3d, frames: int, channels: int) -> torch.Tensor:
+        """Return a convolution's weight, packed if it is small.
+
+        frames: how many of the window's frames count, the last ones. channels: of x; those that the convolution lacks
+        are multiplied by zero.
+        """
+        key = conv, frames, channels
+        if key in self._packed:
+            return self._packed[key]
+        weight = weight_of(conv, frames)
+        if channels > conv.in_channels:
+            weight = F.pad(weight, (0, channels - conv.in_channels))
+        if weight.nbytes <= SMALL and not recording():  # what is recorded has no values
+            weight = self._packed[key] = pack_weight(weight)
+        return weight
+
+
+def weight_of(conv: nn.Conv2d | nn.Conv3d, frames: int) -> torch.Tensor:
+    """Return the last frames of a convolution's weight, [N, kt, kh, kw, C], not packed."""
+    weight = conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
+    return weight[:, -frames:]
+
+
+def convolution(
+    conv: nn.Conv2d | nn.Conv3d,
+    shape: tuple[int, ...],
+    call: Call,
+    *,
+    of_image: bool = False,
+    weights: PackedWeights | None = None,
+) -> Step:
     """Return a convolution with the residual, for x [B, T, H, W, C] of this shape.
 
     Step: (x, residual=None, front=None) -> [B, T', H', W', N].
@@ -73,13 +118,14 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call,
     x's height and width first, by repeating pixels. Its residual may be smaller, as `kernels.conv_skip` takes it. A
     convolution over time alone has the channels of two frames, and returns [B, 2 T, H, W, N / 2].
 
-    of_image: True if only the last frame of the window counts.
+    of_image: True if only the last frame of the window counts. weights: where the run keeps weights for the kernels.
     """
     kt, kh, kw = kernel_size(conv)
     upsample, interleave = isinstance(conv, nn.Conv2d) and kh > 1, 2 if (kt, kh) == (3, 1) else 1
     kt = 1 if of_image else kt
+    weight = partial(weight_of, conv, kt)
     if (kt, kh, kw) == (1, 1, 1):
-        return Step(partial(_convolve, convolve, conv, kt, upsample, interleave), LINEAR, ALONE)
+        return Step(partial(_convolve, convolve, conv, weight, upsample, interleave), LINEAR, ALONE)
     pick = call.pick(
         kernels.CONV_SKIP,
         kernels.ConvSpec,
@@ -89,7 +135,9 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call,
         interleave=interleave,
         in_model=True,
     )
-    return Step(partial(_convolve, pick.launch, conv, kt, upsample, interleave), pick.label, pick.reason, pick=pick)
+    if pick.kernel.is_fused:
+        weight = partial((weights or PackedWeights()).of, conv, kt, shape[-1])
+    return Step(partial(_convolve, pick.launch, conv, weight, upsample, interleave), pick.label, pick.reason, pick=pick)
 
 
 def convolution_8bit(conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, of_image: bool = False) -> Step:
@@ -122,15 +170,8 @@ def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
     return (*(1,) * (3 - len(conv.kernel_size)), *conv.kernel_size)
 
 
-def _convolve(launch, conv, frames, upsample, interleave, x, residual=None, front=None):
-    """frames: how many of the window's frames count, the last ones."""
-    # Kernels take the weight as [N, kt, kh, kw, C], and pack it at each call, which takes little of the convolution's
-    # time. If the packed weights were kept, all of them would be a large part of a decode's memory.
-    weight = conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
-    weight = weight[:, -frames:]
-    if x.shape[-1] > conv.in_channels:
-        weight = F.pad(weight, (0, x.shape[-1] - conv.in_channels))
-    return launch(x, weight, conv.bias, residual, front, upsample, interleave)
+def _convolve(launch, conv, weight, upsample, interleave, x, residual=None, front=None):
+    return launch(x, weight(), conv.bias, residual, front, upsample, interleave)
 
 
 def downsampling(conv: nn.Conv2d | nn.Conv3d, call: Call) -> Step:
