@@ -45,8 +45,8 @@ class PatchConfig:
             8-bit blocks with a LoRA on sm_90, which run faster so.
         vae: True patches a pipeline's AutoencoderKLWan or AutoencoderKLQwenImage too, and the conversion of its frames
             to "np" or "pil". The VAE computes in its own dtype in every tier. VAEs of other classes stay as they are.
-            "8bit" also runs most of the decoder's convolutions in 8 bits, on a GPU (not timed yet). Decoded frames then
-            differ from exact ones (docs/tiers.md).
+            "8bit" also runs most of the decoder's convolutions in 8 bits, on a GPU. Decoded frames then differ from
+            exact ones (docs/tiers.md).
         vae_chunk: how many latent frames the VAE takes at a time. Fewer take less memory; more are faster if frames
             are small. None: one, or as many more as fit in 1 GiB (128 MiB for a tile), or part of one if frames are
             large or memory is short.
