@@ -17,7 +17,9 @@ def one_never_comes(rank):
 
 
 def one_fails(rank):
+    dist.barrier()  # else the other one may not have come so far
     if rank == 1:
+        time.sleep(1)
         raise ValueError("no memory")
     dist.barrier()
 
