@@ -123,6 +123,11 @@ def test_an_image_takes_less_than_diffusers_and_what_is_estimated():
         patched = peak(vae, z)
     assert patched < unpatched
     assert 0.95 <= decoding_bytes(vae, *video_of(vae, z)) / patched <= 1.1
+    vae, _ = real("wan 2.1, 480p")
+    z = torch.empty(1, 16, 1, 32, 32, dtype=torch.bfloat16, device="meta")
+    with trp.patch(vae):
+        patched = peak(vae, z)
+    assert 0.95 <= decoding_bytes(vae, *video_of(vae, z)) / patched <= 1.3  # weights are a large part
 
 
 def test_decoding_takes_what_the_page_says():

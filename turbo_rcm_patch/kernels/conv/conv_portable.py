@@ -22,7 +22,7 @@ from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, re
 
 NARROW = 16  # channels of a result, at most, for which a window's positions are columns
 ALIGNED = 16  # columns of such a product are a multiple of this
-PIXELS = 256  # for which a program adds the products of a window
+PIXELS = 256  # per program that adds the products of a window
 
 
 def launch(

@@ -1,9 +1,10 @@
 """The number of frames that the encoder and each stage of the decoder take at a time, and the memory with them.
 
 All frames of a video at once take too much memory. One latent frame at a time leaves a GPU idle if frames are small. So
-a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. Of LARGE frames it
-takes KEPT if WORKING_SET has no room for twice as many: the frames that a convolution keeps for the next chunk are then
-those of the chunk, and are not copied. It takes fewer if memory is short, down to one. The encoder takes FRAMES then.
+a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. It takes KEPT
+frames if they are LARGE and twice as many do not fit in WORKING_SET. The chunk itself is then what a convolution keeps
+for the next one, so nothing is copied. A stage takes fewer frames if memory is short, down to one. The encoder takes
+FRAMES then.
 """
 
 from __future__ import annotations

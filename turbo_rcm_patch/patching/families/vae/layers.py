@@ -3,7 +3,7 @@
 diffusers keeps for each causal convolution the last frames that it read. Here these frames are a second input of the
 convolution, its front: zeros at first, later the last frames of the previous chunk. A chunk of as many frames as are
 kept becomes the next front as it is. An image has only zeros before it, which are not multiplied: only the last frame
-of a convolution's window is.
+of the window is multiplied.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Run:
 def with_last_frames(front: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the next front: the last frames of front and x together. It is x, or front with other contents.
 
-    x must not be used afterwards. Fronts are most of what a decode of large frames holds, so they never exist twice,
-    and never hold more: a part of a tensor would keep all of it.
+    x must not be used afterwards. Fronts are most of what a decode of large frames holds, so they never exist twice. A
+    view would keep its whole tensor alive, so it is copied.
     """
     left = front.shape[1] - x.shape[1]
     if left == 0 and x.untyped_storage().nbytes() == x.nbytes:

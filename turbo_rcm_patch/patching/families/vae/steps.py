@@ -89,7 +89,7 @@ class PackedWeights:
         weight = weight_of(conv, frames)
         if channels > conv.in_channels:
             weight = F.pad(weight, (0, channels - conv.in_channels))
-        if weight.nbytes <= SMALL and not recording():  # what is recorded has no values
+        if conv.weight.nbytes <= SMALL and not recording():  # what is recorded has no values
             weight = self._packed[key] = pack_weight(weight)
         return weight
 
