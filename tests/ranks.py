@@ -58,7 +58,7 @@ def in_gpu_ranks(check, folder, seconds=180):
 
 @contextlib.contextmanager
 def _places_in_errors(folder):
-    """Add to an error of the ranks where each rank was that took too long, or that waited when another one failed."""
+    """Add to an error of the ranks where the other ranks were: those that took too long, or waited for a failed one."""
     try:
         yield
     except (Exception, pytest.fail.Exception) as error:

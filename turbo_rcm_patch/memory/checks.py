@@ -91,8 +91,8 @@ def check_movable(models: Mapping[str, nn.Module]) -> None:
         if any(map(is_hooked, model.modules())):
             raise ValueError(
                 f"{name} is offloaded or hooked already; undo that, for example with pipe.remove_all_hooks() after "
-                "enable_model_cpu_offload(), or load it anew, and then call fit. Enable caches after "
-                "that."
+                "enable_model_cpu_offload(), or load it anew, and then call fit. "
+                "Enable caches after that."
             )
         devices = {parameter.device for parameter in model.parameters()}
         if torch.device("meta") in devices:

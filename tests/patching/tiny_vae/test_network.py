@@ -55,7 +55,7 @@ def test_growing_writes_frames_where_they_belong(growth, double):
 
 @torch.no_grad()
 def test_a_block_copies_its_input_twice():
-    """That is: 4 frames, beside them the 3 that are before another, and the last frame for the next call."""
+    """4 frames are written, then 3 of them beside the frame that follows. The last is kept for the next call."""
     decoder, x = network.TinyDecoder("base", 16, 1), packed(4, 8, 4, 6)
     decoder.decoder = nn.Sequential(network._Block(8))
     with _Written() as written:

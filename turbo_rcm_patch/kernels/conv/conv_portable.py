@@ -35,13 +35,13 @@ def launch(
     factor: [N] fp32 for x, front and weight in int8, or None. With a factor, images of x and front have one more pixel
     on each side.
     """
-    if interleave == 1 and not upsample and factor is None and is_narrow(weight.shape):
+    if interleave == 1 and not upsample and factor is None and _is_narrow(weight.shape):
         _launch_narrow(x, front, weight, bias, residual, out)
     else:
         _launch_boxes(x, front, weight, bias, residual, out, upsample, interleave, factor=factor)
 
 
-def is_narrow(weight_shape: tuple[int, ...]) -> bool:
+def _is_narrow(weight_shape: tuple[int, ...]) -> bool:
     """True if a result has so few channels that each position in the window gets columns of its own."""
     N, _, kh, _, _ = weight_shape
     return kh > 1 and N <= NARROW
@@ -51,8 +51,11 @@ def _launch_narrow(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Write the result to out in two steps. The first multiplies each pixel by all of the window at once, so that x is
-    read once and not for each position. The second adds the products that belong to a pixel of the result."""
+    """Write the result to out in two steps.
+
+    The first multiplies each pixel by all positions of the window in the image at once. So x is read once for each of
+    the window's frames, not for each position. The second adds the products that belong to a pixel of the result.
+    """
     N, kt, kh, kw, C = weight.shape
     rows = weight.permute(2, 3, 0, 1, 4).reshape(kh * kw * N, kt, 1, 1, C)
     # Rows of zeros, so that threads store several values at a time.

