@@ -244,6 +244,17 @@ def test_through_the_kernels(kind, diffusers_decoder_is_off):
     check(kind, z, diffusers_decoder_is_off, options=FEW_LEVELS, implementation="triton", vae_chunk=1)
 
 
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+def test_a_chunk_that_becomes_the_next_front(kind, monkeypatch):
+    """With a convolution that takes a front, as kernels do. Stages take one frame, then two or four at a time."""
+    vae, z = tiny_vae(kind), tiny_latents(4, 1)
+    expected = decode(vae, z)
+    op = replace(kernels.CONV_SKIP, kernels=(Kernel("with a front", lambda _: None, kernels.reference.conv_skip),))
+    monkeypatch.setattr(steps.kernels, "CONV_SKIP", op)
+    with trp.patch(vae, trp.Exact(vae_chunk=1)):
+        assert relative_error(decode(vae, z), expected) <= FP32
+
+
 @pytest.mark.parametrize("frames", [1, 3])
 def test_zeros_before_an_image_are_not_multiplied(frames, monkeypatch):
     """An image needs the last frame of a convolution's window alone, which is a third of the work."""
