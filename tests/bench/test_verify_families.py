@@ -39,7 +39,7 @@ def verify_family(name, dtype, config, *, sparse=False):
     return verify(OnlyATransformer(model), tiny_family_inputs(name, model), config=config)
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(EACH_MODEL, cycle((torch.float32, torch.bfloat16))))
+@pytest.mark.parametrize(("name", "dtype"), [*zip(EACH_MODEL, cycle((torch.float32, torch.bfloat16)))])
 def test_the_exact_blocks_of_every_family_pass(name, dtype):
     verification = verify_family(name, dtype, "exact")
     assert verification.ok, verification_table(verification)

@@ -144,7 +144,9 @@ def test_a_hook_in_the_time_embedding_sees_a_row_per_token(kind):
     assert seen == [inputs["timestep"].numel()]
 
 
-@pytest.mark.parametrize(("name", "first"), zip([*NAMES, "anyflow far", "animate 2", "wan"], cycle(("hook", "patch"))))
+@pytest.mark.parametrize(
+    ("name", "first"), [*zip([*NAMES, "anyflow far", "animate 2", "wan"], cycle(("hook", "patch")))]
+)
 def test_a_global_hook_sees_what_it_sees_unpatched(name, first):
     """Every module is called then, and the summary says why."""
     outputs, seen = [], []

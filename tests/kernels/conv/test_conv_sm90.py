@@ -86,7 +86,7 @@ def on_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "programs", "has_front"), zip(SIZES, cycle((1, 4)), cycle((True, False, False, True)))
+    ("name", "programs", "has_front"), [*zip(SIZES, cycle((1, 4)), cycle((True, False, False, True)))]
 )
 def test_every_step_and_tile(name, programs, has_front, on_cpu):
     *_, upsample, interleave = SIZES[name]

@@ -226,7 +226,7 @@ def test_what_is_returned():
         assert torch.allclose(vae(image).sample, tiny_vae()(image).sample, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), zip(WELL_CONDITIONED, [torch.bfloat16, torch.float16] * 2, strict=True))
+@pytest.mark.parametrize(("kind", "dtype"), [*zip(WELL_CONDITIONED, [torch.bfloat16, torch.float16] * 2, strict=True)])
 def test_low_precision_is_no_less_accurate(kind, dtype):
     vae, z = tiny_vae(kind, dtype), tiny_latents(2, 1, dtype=dtype, height=5, width=6)
     oracle = decode(tiny_vae(kind, dtype).double(), z.double())

@@ -49,7 +49,7 @@ def test_results_are_those_of_a_model_that_rests(tier, dtype, place):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), zip(["vace", "chronoedit", "anyflow, a timestep per frame"], PLACES, strict=True)
+    ("name", "place"), [*zip(["vace", "chronoedit", "anyflow, a timestep per frame"], PLACES, strict=True)]
 )
 def test_families_under_offloading(name, place):
     outputs = []

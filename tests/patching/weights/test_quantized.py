@@ -53,7 +53,7 @@ def ran(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("variant", "dtype"), zip(VARIANTS, cycle(DTYPES)))
+@pytest.mark.parametrize(("variant", "dtype"), [*zip(VARIANTS, cycle(DTYPES))])
 def test_every_block_is_within_the_tiers_limit(variant, dtype):
     model, inputs = model_and_inputs(variant, "cpu", dtype)
     block_inputs = captured_block_inputs(model, inputs)
@@ -70,7 +70,7 @@ def test_every_block_is_within_the_tiers_limit(variant, dtype):
             assert relative_error(ours, oracle) > 1e-3  # 8 bits, and no other way
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(FAMILIES, cycle(DTYPES)))
+@pytest.mark.parametrize(("name", "dtype"), [*zip(FAMILIES, cycle(DTYPES))])
 def test_every_family_is_within_the_limit_of_a_step(name, dtype):
     layers = 2 if name == "vace" else 1
     model, oracle = tiny_family_transformer(name, dtype, layers=layers), tiny_family_transformer(name, layers=layers)
