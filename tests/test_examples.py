@@ -185,7 +185,7 @@ def test_benchmark_end_to_end(tmp_path, capsys):
 
 def test_benchmark_with_another_mass_and_a_vae_in_8_bits(tmp_path):
     json_path = tmp_path / "benchmark.json"
-    options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--no-oracle"]
+    options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile"]
     preset = ("--preset", "block_sparse", "--mass", "0.5")
     assert end_to_end.main([*options, *preset, "--vae", "8bit", "--json", str(json_path)]) == 0
     result = json.loads(json_path.read_text())

@@ -4,8 +4,8 @@
     python scripts/benchmarks/gpu_session.py --results results --only tests ops   # the other runs in the file stay
 
 Steps that need more GPUs than there are run only if you name them. Every measurement first checks its results. The
-exceptions are first-step, host-time, wan2.1-14b-in-24-gb, compare's steps and those with --no-oracle; verify's steps
-check these instead. A table of the steps that passed comes last.
+exceptions are first-step, host-time, wan2.1-14b-in-24-gb, compare's steps and timings of the sparse tiers; verify's
+steps check these instead. A table of the steps that passed comes last.
 """
 
 from __future__ import annotations
@@ -32,73 +32,58 @@ TRAFFIC = ("scripts/benchmarks/profile_hbm.py",)
 END_TO_END = ("scripts/benchmarks/end_to_end.py", "--config")
 QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantized", "sparse", "block_sparse"))
 VAE = ("scripts/benchmarks/vae.py", "--config")
-DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for the VAE's sake
+THRICE = ("--repeats", "3")
+DECODED = ("--layers", "1", "--steps", "1", "--decode", *THRICE)  # for the VAE's sake
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
-ALIKE = ("--structured", "--no-oracle")  # for attention that leaves key blocks out
-LEFT_OUT = (*ALIKE, "--repeats", "3")
 CARDS = ("scripts/benchmarks/small_cards.py", "--config")
 RIVALS = ("--rivals", "blocks", "leaves", "models")
 ALL_TIERS = ("--presets", "exact", "quantized", "sparse")
 AT_720P = ("--height", "720", "--width", "1280")
 LARGE_5B = ("--height", "704", "--width", "1280", "--frames", "121")
 EXCHANGE = ("scripts/benchmarks/exchange.py",)
-LTX2 = (*END_TO_END, "ltx2-19b", "--repeats", "3")
+LTX2 = (*END_TO_END, "ltx2-19b", *THRICE)
 AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
 
 
+# The tiers of a step that times several, and the ends of their runs' names.
+ENDINGS = {"exact": "", "quantized": "-quantized", "sparse": "-sparse", "block_sparse": "-block-sparse"}
+
+
 def _ltx2() -> dict[str, tuple[str, ...]]:
-    """Return LTX-2's steps in every tier: checks of two layers, and timings of eight at both sizes. One has all 48."""
-    tiers = {
-        "": ((), ()),
-        "-quantized": (QUANTIZED, ()),
-        "-sparse": (SPARSE, ALIKE),
-        "-block-sparse": (BLOCK_SPARSE, ALIKE),
+    """Return LTX-2's steps: a check of two layers in each tier, and timings of eight at both sizes. One has all 48."""
+    verify = (*CLI, "verify", "--config", "ltx2-19b", "--layers", "2", "--preset")
+    return {
+        **{f"verify-ltx2-19b{ending}": (*verify, preset) for preset, ending in ENDINGS.items()},
+        "ltx2-19b-8-layers": (*LTX2, "--layers", "8", "--preset", *ENDINGS),
+        "ltx2-19b-8-layers-1024p": (*LTX2, "--layers", "8", *AT_1024P, "--preset", *ENDINGS),
+        "ltx2-19b-sound": ("scripts/benchmarks/sound.py", "--layers", "8"),
+        "ltx2-19b-1024p-sparse": (*LTX2, *AT_1024P, *SPARSE),
     }
-    verify = (*CLI, "verify", "--config", "ltx2-19b", "--layers", "2")
-    steps = {f"verify-ltx2-19b{name}": (*verify, *preset) for name, (preset, _) in tiers.items()}
-    for size, options in {"": (), "-1024p": AT_1024P}.items():
-        for name, (preset, inputs) in tiers.items():
-            steps[f"ltx2-19b-8-layers{size}{name}"] = (*LTX2, "--layers", "8", *options, *inputs, *preset)
-    steps["ltx2-19b-sound"] = ("scripts/benchmarks/sound.py", "--layers", "8")
-    steps["ltx2-19b-1024p-sparse"] = (*LTX2, *AT_1024P, *ALIKE, *SPARSE)
-    return steps
 
 
-def _on_several_gpus() -> dict[int, dict[str, tuple[str, ...]]]:
-    """Return the steps with Ulysses by the number of GPUs. Whole videos are decoded in strips.
+def _on_several_gpus(gpus: int) -> dict[str, tuple[str, ...]]:
+    """Return the steps with Ulysses. Whole videos are decoded in strips.
 
     They run without torch.compile, which takes minutes to compile the decoder on every GPU.
     """
-    models = {
-        "wan2.1-14b-4-layers": ("wan2.1-14b", "--layers", "4"),
-        "wan2.1-1.3b": ("wan2.1-1.3b",),
-        "wan2.1-1.3b-decoded": ("wan2.1-1.3b", "--decode", "--no-compile"),
-        "wan2.2-5b-decoded": ("wan2.2-5b", "--decode", "--no-compile"),
+    tiers = (*THRICE, "--preset", *ENDINGS)
+    decoded, alone = ("--decode", "--no-compile"), (*DECODED, "--no-compile")
+    steps = {
+        "exchange-wan2.1-1.3b": (*EXCHANGE, "--heads", "12", "--tokens", "32760"),
+        "exchange-wan2.1-14b-720p": (*EXCHANGE, "--heads", "40", "--tokens", "75600"),
+        "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *tiers),
+        "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", *tiers),
+        "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", *decoded, *tiers),
+        "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", *decoded, *tiers),
+        "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *alone),
+        "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *alone),
     }
-    decodes = {"wan2.1-14b-1-layer-decoded": "wan2.1-14b", "wan2.2-5b-1-layer-decoded": "wan2.2-5b"}
-    tiers = {"": ("--repeats", "3"), "-quantized": ("--repeats", "3", *QUANTIZED), "-sparse": (*LEFT_OUT, *SPARSE)}
-    sizes = {"wan2.1-1.3b": ("12", "32760"), "wan2.1-14b-720p": ("40", "75600")}
-    return {
-        gpus: {
-            f"exchange-{size}-{gpus}-gpus": (*EXCHANGE, "--heads", heads, "--tokens", tokens, "--ulysses", str(gpus))
-            for size, (heads, tokens) in sizes.items()
-        }
-        | {
-            f"{model}{tier}-{gpus}-gpus": (*END_TO_END, *options, *of_tier, "--ulysses", str(gpus))
-            for model, options in models.items()
-            for tier, of_tier in tiers.items()
-        }
-        | {
-            f"{name}-{gpus}-gpus": (*END_TO_END, model, *DECODED, "--no-compile", "--ulysses", str(gpus))
-            for name, model in decodes.items()
-        }
-        for gpus in (2, 4)
-    }
+    return {f"{name}-{gpus}-gpus": (*command, "--ulysses", str(gpus)) for name, command in steps.items()}
 
 
-ON_SEVERAL_GPUS = _on_several_gpus()
+ON_SEVERAL_GPUS = {gpus: _on_several_gpus(gpus) for gpus in (2, 4)}
 
 # CHECKS pass or fail. The figures of the other steps go into the results file.
 CHECKS = {
@@ -131,11 +116,11 @@ MEASUREMENTS = {
     "wan2.1-1.3b-1-layer-decoded-fp32-vae": (*END_TO_END, "wan2.1-1.3b", *DECODED, "--vae-dtype", "float32"),
     "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *DECODED),
     "wan2.1-1.3b-17-frames": (*END_TO_END, "wan2.1-1.3b", "--frames", "17"),
-    "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3"),
-    "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3"),
-    "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", "--repeats", "3"),
-    "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", "--repeats", "3"),
-    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", "--decode", "--repeats", "3"),
+    "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *THRICE),
+    "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", *THRICE),
+    "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", *THRICE),
+    "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", *THRICE),
+    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", "--decode", *THRICE),
     "wan2.1-14b-4-layers-lora-64": (*LORA, "64"),
     "wan2.1-14b-4-layers-lora-64-64": (*LORA, "64", "64"),
     "wan2.1-14b-4-layers-lora-128": (*LORA, "128"),
@@ -145,7 +130,7 @@ MEASUREMENTS = {
     "verify-wan2.1-1.3b-quantized": (*CLI, "verify", "--config", "wan2.1-1.3b", *QUANTIZED),
     "attention-error": ("scripts/benchmarks/measure_attention_error.py",),
     "compare-quantized": (*CLI, "compare", *QUANTIZED),
-    "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", "--repeats", "3", *QUANTIZED),
+    "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", *THRICE, *QUANTIZED),
     "wan2.1-14b-in-24-gb": ("scripts/benchmarks/memory_cap.py",),
     "small-cards-wan2.1-1.3b": (*CARDS, "wan2.1-1.3b", "--vram", "6GB", *ALL_TIERS, *RIVALS),
     "small-cards-wan2.1-1.3b-text-encoder-in-8-bits": (
@@ -164,38 +149,46 @@ MEASUREMENTS = {
     "host-memory-wan2.1-14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.1-14b"),
     "host-memory-wan2.2-a14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.2-a14b"),
     "wan2.1-14b-group-offload": ("scripts/benchmarks/group_offload.py",),
-    "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
-    "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
-    # Weights and inputs have structure: uniform attention has no blocks to leave out. With random weights a step's
-    # error from leaving blocks out is meaningless; verify tells a layer's error.
+    "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", *THRICE, *QUANTIZED),
+    "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", *THRICE, *QUANTIZED),
     "verify-sparse": (*CLI, "verify", *SPARSE),
     "verify-wan2.1-1.3b-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", "--layers", "2", *SPARSE),
     "compare-sparse": (*CLI, "compare", *SPARSE),
     "evaluate-sparse": (*CLI, "evaluate", "--batch-size", "64", *SPARSE),
-    "wan2.1-1.3b-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *SPARSE),
-    "wan2.1-1.3b-sparse-decoded": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, "--decode", *SPARSE),
+    "wan2.1-1.3b-sparse": (*END_TO_END, "wan2.1-1.3b", *THRICE, *SPARSE),
+    "wan2.1-1.3b-sparse-decoded": (*END_TO_END, "wan2.1-1.3b", *THRICE, "--decode", *SPARSE),
     "wan2.1-1.3b-sparse-decoded-8-bit-vae": (
         *END_TO_END,
         "wan2.1-1.3b",
-        *(*LEFT_OUT, "--decode", "--vae", "8bit"),
+        *(*THRICE, "--decode", "--vae", "8bit"),
         *SPARSE,
     ),
     "wan2.1-1.3b-quantized-decoded-8-bit-vae": (
         *END_TO_END,
         "wan2.1-1.3b",
-        *("--decode", "--vae", "8bit", "--repeats", "3"),
+        *("--decode", "--vae", "8bit", *THRICE),
         *QUANTIZED,
     ),
-    "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *LEFT_OUT, *SPARSE),
+    "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *THRICE, *SPARSE),
     "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
-    "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE),
-    "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE, "--mass", "0.95"),
+    "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *THRICE, *BLOCK_SPARSE),
+    "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *THRICE, *BLOCK_SPARSE, "--mass", "0.95"),
     **_ltx2(),
     **ON_SEVERAL_GPUS[2],
     **ON_SEVERAL_GPUS[4],
 }
 # GPUs that a step needs, if more than one.
 GPUS = {name: gpus for gpus, steps in ON_SEVERAL_GPUS.items() for name in steps}
+
+
+def runs_of(step: str) -> dict[str, str]:
+    """Return the names of a measurement's runs in the results file, by preset if it times several tiers."""
+    command = MEASUREMENTS[step]
+    presets = [part for part in command if part in ENDINGS] if "--preset" in command else []
+    if len(presets) < 2:
+        return {"": step}
+    model, gpus = re.fullmatch(r"(.+?)(-\d-gpus)?", step).groups("")
+    return {preset: f"{model}{ENDINGS[preset]}{gpus}" for preset in presets}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -218,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
         code, seconds = run((CHECKS | MEASUREMENTS)[name], log, figures if name in MEASUREMENTS else None)
         rows.append((name, code, seconds))
         if name in MEASUREMENTS and figures.exists():
-            results.keep_run(name, json.loads(figures.read_text()))
+            results.keep_runs(name, json.loads(figures.read_text()))
         if name == "tests":
             results.keep_tests(code, log.read_text())
         if name in SANITIZERS:
@@ -266,11 +259,13 @@ class ResultsFile:
         self._path = folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
         self._empty = {"gpu": gpu, "tests": [], "runs": {}}
 
-    def keep_run(self, name: str, figures: dict) -> None:
-        """Replace the older run of the same name."""
-        results = self._read()
-        runs = {**results["runs"], name: figures}
-        self._write({**results, "runs": {known: runs[known] for known in MEASUREMENTS if known in runs}})
+    def keep_runs(self, step: str, figures: dict) -> None:
+        """Replace the older runs of a measurement. Of several tiers, those that it came to have figures."""
+        names, results = runs_of(step), self._read()
+        new = {step: figures} if len(names) == 1 else {names[preset]: run for preset, run in figures.items()}
+        runs = {**results["runs"], **new}
+        known = [name for step in MEASUREMENTS for name in runs_of(step).values()]
+        self._write({**results, "runs": {name: runs[name] for name in known if name in runs}})
 
     def keep_tests(self, code: int, log: str) -> None:
         """Replace older counts of pytest with the same versions of torch and triton.

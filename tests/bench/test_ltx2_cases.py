@@ -137,13 +137,17 @@ def test_compare_judges_both_streams(stream, monkeypatch):
         compare(pipe, given, **options)
 
 
-@pytest.mark.parametrize("preset", ["quantized", "block_sparse"])
-def test_end_to_end_runs_in_a_tier(preset, tmp_path, capsys):
-    path = tmp_path / "figures.json"
-    options = ["--structured", "--no-oracle"] if "sparse" in preset else []
-    arguments = ["--config", "tiny-ltx2", "--preset", preset, "--steps", "2", "--repeats", "1", "--warmups", "0"]
-    assert end_to_end.main([*arguments, *options, "--no-compile", "--decode", "--json", str(path)]) == 0
-    assert json.loads(path.read_text())["settings"].get("mass") == (0.9 if preset == "block_sparse" else None)
+def test_end_to_end_runs_in_several_tiers(tmp_path, capsys):
+    path, presets = tmp_path / "figures.json", ["quantized", "sparse", "block_sparse"]
+    arguments = ["--config", "tiny-ltx2", "--preset", *presets, "--steps", "2", "--repeats", "1", "--warmups", "0"]
+    assert end_to_end.main([*arguments, "--no-compile", "--decode", "--json", str(path)]) == 0
+    figures = json.loads(path.read_text())
+    assert [(run["settings"]["preset"], run["settings"].get("mass")) for run in figures.values()] == [
+        ("quantized", None),
+        ("sparse", None),
+        ("block_sparse", 0.9),
+    ]
+    assert [run["variants"][-1]["step_error"] is None for run in figures.values()] == [False, True, True]
     printed = capsys.readouterr().out
     assert "audio-to-video cross_attention" in printed
     assert "frames: PSNR" in printed

@@ -30,9 +30,11 @@ def one_process(rank, arguments, rendezvous, folder):
 
 def test_two_processes_compare_and_one_reports(tmp_path):
     arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile", "--decode"]
-    arguments += ["--without-graphs", "--json", str(tmp_path / "figures.json")]
+    arguments += ["--preset", "exact", "quantized", "--without-graphs", "--json", str(tmp_path / "figures.json")]
     start_on_cpu(one_process, arguments, f"file://{tmp_path}/rendezvous", tmp_path)
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    by_preset = json.loads((tmp_path / "figures.json").read_text())
+    figures, in_8_bits = by_preset["exact"], by_preset["quantized"]["variants"][1]
+    assert 1e-3 < in_8_bits["step_error"] < 0.1
     unpatched, patched, without_graphs = figures["variants"]
     assert without_graphs["name"] == end_to_end.WITHOUT_GRAPHS
     assert without_graphs["latents"]["relative_l2"] <= 1e-6

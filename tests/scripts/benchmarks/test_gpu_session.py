@@ -54,6 +54,21 @@ def test_runs_are_kept_by_gpu_and_replaced_by_name(tmp_path, monkeypatch, capsys
     assert json.loads(path.read_text())["runs"] == {"a": {"x": 3}, "b": {"x": 2}}
 
 
+def test_a_step_of_several_tiers_gives_a_run_for_each(tmp_path, monkeypatch, gpu):
+    command = (
+        *writes('{"exact": {"x": 1}, "block_sparse": {"x": 2}}', code=1),
+        "--preset",
+        "exact",
+        "sparse",
+        "block_sparse",
+    )
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"a-2-gpus": command, "b": writes('{"x": 3}')})
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    assert session(tmp_path, "b", "a-2-gpus") == 1  # one tier failed after the others
+    runs = json.loads((tmp_path / "results/nvidia-geforce-x-2-test.json").read_text())["runs"]
+    assert list(runs.items()) == [("a-2-gpus", {"x": 1}), ("a-block-sparse-2-gpus", {"x": 2}), ("b", {"x": 3})]
+
+
 def test_figures_of_an_earlier_session_are_not_taken_for_new_ones(tmp_path, monkeypatch, gpu):
     monkeypatch.setattr(gpu_session, "CHECKS", {})
     monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"a": ("-c", "exit(1)")})

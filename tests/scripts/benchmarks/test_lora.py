@@ -144,7 +144,7 @@ def test_the_session_measures_every_row():
     rows = [command for name, command in gpu_session.MEASUREMENTS.items() if "lora" in name]
     parse = end_to_end.parse_options
     options = [parse(list(command[1:])) for command in rows]
-    assert [(o.lora, o.preset, o.frames) for o in options] == [
+    assert [(o.lora, *o.preset, o.frames) for o in options] == [
         ([64], "exact", None),
         ([64, 64], "exact", None),
         ([128], "exact", None),
