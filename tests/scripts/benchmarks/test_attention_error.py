@@ -1,7 +1,6 @@
 """The reported error of attention in 8 bits is within the tier's limits."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +8,9 @@ import torch
 from scripts.benchmarks import attention_error
 from scripts.benchmarks import measure_attention_error as script
 from scripts.benchmarks.attention_error import CAPTURED, NORMAL, STRUCTURED, AttentionError, error_of, measure
+from scripts.tools.pages.checks import attention_errors_table
 from tests.oracle import torch_device
 from turbo_rcm_patch import embedded
-
-ROOT = Path(__file__).resolve().parents[3]
-
-from scripts.tools.pages.checks import attention_errors_table  # noqa: E402
 
 GOOD = AttentionError(STRUCTURED, 2, 0.9999, 0.01, 0.02, 0.05, 0.4)
 

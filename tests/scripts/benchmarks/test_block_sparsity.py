@@ -1,7 +1,5 @@
 """The kept blocks and the error of block-sparse attention: in verify, in its script, and on the results page."""
 
-from pathlib import Path
-
 import pytest
 
 from scripts.benchmarks import measure_block_sparsity
@@ -17,7 +15,6 @@ from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import BlockSparse, Quantized, resolve_config
 from turbo_rcm_patch.patching import use_rcm
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/measure_block_sparsity.py"
 OPTIONS = {"quantize": (), "min_tokens": 0, "blocks": (4, 4)}
 
 

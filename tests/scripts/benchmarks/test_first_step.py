@@ -2,14 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from scripts.benchmarks import first_step
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_child_has_the_cache_that_it_is_given_and_its_last_line_counts(tmp_path):

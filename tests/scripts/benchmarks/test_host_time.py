@@ -1,7 +1,6 @@
 """scripts/benchmarks/host_time.py, and its part of the results page."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 
 from scripts.benchmarks import host_time as benchmark
 from scripts.tools.pages.ops import host_time
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_time_is_of_one_call(monkeypatch):

@@ -1,7 +1,6 @@
 """The LoRA rows: random adapters, the variants beside them, and the script that the GPU session starts."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.patching import patch, use_rcm
 from turbo_rcm_patch.patching.families import CASES
 
-ROOT = Path(__file__).resolve().parents[3]
 CALL = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
 
 

@@ -1,7 +1,6 @@
 """scripts/tools/contact_sheet.py: the right frames in the right places, and a file small enough for the repository."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,8 +9,6 @@ from PIL import Image
 from scripts.tools import contact_sheet
 from turbo_rcm_patch.shapes.grammar import fill_open, is_held_out, parse_caption
 from turbo_rcm_patch.shapes.render import render
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_captions_are_held_out_ones_with_one_and_with_two_objects():

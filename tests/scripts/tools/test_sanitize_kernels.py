@@ -1,7 +1,6 @@
 """scripts/tools/sanitize_kernels.py: every kernel is launched, and what compute-sanitizer reports is judged rightly."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ from scripts.tools import sanitize_kernels as sanitize
 from scripts.tools import sanitizer_reports as reports
 from scripts.tools.compile_without_gpu import record_launches
 from scripts.tools.every_launch import LAUNCHES, without_gluon
-
-ROOT = Path(__file__).resolve().parents[3]
-
 
 ROLE, ELSEWHERE = 0x150, 0x5B0
 ROLE_READS = {"attention_kernel": {ROLE}}

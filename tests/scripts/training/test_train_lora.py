@@ -1,14 +1,11 @@
 """scripts/training/train_lora.py: a few updates, and the counts of every variant."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from scripts.training import train_lora
-
-ROOT = Path(__file__).resolve().parents[3]
 
 SMALL = {"height": 32, "width": 48, "num_frames": 5, "guidance_scale": 1.0}
 

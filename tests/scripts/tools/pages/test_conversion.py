@@ -1,9 +1,6 @@
 import json
-from pathlib import Path
 
 from scripts.tools import write_pages
-
-ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_what_a_conversion_takes_becomes_a_table(tmp_path):

@@ -1,11 +1,6 @@
-from pathlib import Path
-
+from scripts.tools.pages import ops
 from tests.scripts.tools.pages.results import attention_rows
 from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
-
-ROOT = Path(__file__).resolve().parents[4]
-
-from scripts.tools.pages import ops  # noqa: E402
 
 
 def test_the_whole_sparse_attention_beside_the_dense_ones_is_a_sentence():

@@ -4,14 +4,9 @@ import pytest
 
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
 from scripts.tools import write_pages
-from scripts.tools.pages import charts
+from scripts.tools.pages import charts, steps
 from tests.scripts.tools.pages.results import step_run
 from turbo_rcm_patch.bench.variants import COMPILED_AFTER_A_CHANGE
-
-ROOT = Path(__file__).resolve().parents[4]
-
-
-from scripts.tools.pages import steps  # noqa: E402
 
 
 def _line(cells):

@@ -1,13 +1,8 @@
 import json
-from pathlib import Path
 
 from scripts.tools import write_pages
+from scripts.tools.pages import tiny_model
 from tests.scripts.tools.pages.results import TIERS, evaluation, judged_block_sparse, judged_sparse
-
-ROOT = Path(__file__).resolve().parents[4]
-
-
-from scripts.tools.pages import tiny_model  # noqa: E402
 
 
 def test_an_evaluation_and_its_training_become_a_table(tmp_path):
