@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         pipe,
         n=options.n,
         steps=(STEPS,),
-        config=configs(),
+        configs=configs(),
         seed=options.seed,
         batch_size=options.batch_size,
         report=lambda line: print(line, flush=True),

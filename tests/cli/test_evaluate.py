@@ -71,7 +71,7 @@ def test_evaluate_takes_the_size_of_the_embedded_model(monkeypatch, saved_models
     calls = []
 
     def record(pipe, call, **options):
-        calls.append((call, options["n"], options["steps"], options["batch_size"], options["config"]))
+        calls.append((call, options["n"], options["steps"], options["batch_size"], options["configs"]))
         raise CommandError("recorded")
 
     monkeypatch.setattr(commands, "evaluate", record)

@@ -7,7 +7,6 @@ the videos. Their frames are compared with the exact tier's, and with those of t
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +16,12 @@ from functools import partial
 import torch
 from diffusers import DiffusionPipeline
 
-from ..config import SLA_TOPK, BlockSparse, PatchConfig, Sparse, resolve_config
+from ..config import PRESETS, SLA_TOPK, BlockSparse, PatchConfig, Sparse
 from ..patching import patch
 from ..shapes.grammar import Scene, draw_scene
 from ..shapes.judge import SCORED, decode, score
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
+from .coding import without_tf32
 from .environment import Environment, describe_environment
 from .metrics import frame_psnr
 
@@ -126,7 +126,7 @@ def evaluate(
     *,
     n: int = 256,
     steps: Sequence[int] = (1, 2, 4),
-    config: PatchConfig | str | Mapping[str, PatchConfig] = "exact",
+    configs: Mapping[str, PatchConfig] | None = None,
     seed: int = 0,
     batch_size: int = 16,
     reference: DiffusionPipeline | None = None,
@@ -137,15 +137,13 @@ def evaluate(
 ) -> Evaluation:
     """Generate n held-out captions with each number of steps in every variant. The pipeline is unchanged afterwards.
 
-    The variants are: unpatched, the exact tier, `config` (each of several configs by name), and unpatched in fp32
-    without TF32. For a pipeline that is all fp32 the unpatched run is also the fp32 run.
+    The variants are: unpatched, the exact tier, each of `configs` by name, and unpatched in fp32 without TF32.
 
     pipe: an unpatched text-to-video pipeline that knows the grammar, with its sampler (``use_rcm``) installed.
     call: its arguments, except prompt, num_inference_steps, generator and output_type.
-    n: captions. steps: numbers of denoising steps. config: a configuration, a preset, or several configs by name.
-    reference: the pipeline loaded in fp32, also with its sampler. The default is a copy of pipe cast to fp32, whose
-        weights keep the rounding of pipe's dtype.
-    tuned: a pipeline with its sampler that `config` patches instead of pipe: the model fine-tuned for config.
+    n: captions. steps: numbers of denoising steps. configs: the exact one among them counts as the exact tier.
+    reference: the pipeline loaded in fp32, also with its sampler. None: pipe itself is in fp32.
+    tuned: a pipeline with its sampler that `configs` patch instead of pipe: the model fine-tuned for them.
     seed: draws the captions and the noise of each. batch_size: videos made at a time. It changes neither.
     settings: facts to record beside the figures. report: called with a line after each batch.
     placed: (pipeline) -> a context in which its models are where they run. Each batch of a variant enters it.
@@ -153,12 +151,12 @@ def evaluate(
     scenes, device = held_out_scenes(n, seed), pipe._execution_device
     results = []
     with (
-        _without_tf32(),
+        without_tf32(),
         _without_progress_bar(pipe),
         _without_progress_bar(reference or pipe),
         _without_progress_bar(tuned or pipe),
     ):
-        variants, base = _variants(pipe, reference, config, tuned or pipe)
+        variants, base = _variants(pipe, reference, configs or {}, tuned or pipe)
         for count in steps:
             tallies = {name: _Tally() for name in variants}
             for start in range(0, n, batch_size):
@@ -241,7 +239,7 @@ class _Tally:
 def _variants(
     pipe: DiffusionPipeline,
     reference: DiffusionPipeline | None,
-    config: PatchConfig | str | Mapping[str, PatchConfig],
+    configs: Mapping[str, PatchConfig],
     tuned: DiffusionPipeline,
 ) -> tuple[dict[str, tuple], str]:
     """Return every variant's pipeline and the context to run it in, by name; and the name of the fp32 reference."""
@@ -249,20 +247,10 @@ def _variants(
         UNPATCHED: (pipe, contextlib.nullcontext),
         EXACT: (pipe, lambda: patch(pipe, EXACT)),
     }
-    configs = config if isinstance(config, Mapping) else {_name_of(config): config}
-    for name, each in configs.items():
-        if resolve_config(each) != resolve_config(EXACT):
-            variants[name] = (tuned, partial(patch, tuned, each))
-    if _is_fp32(pipe):
+    variants |= {name: (tuned, partial(patch, tuned, each)) for name, each in configs.items() if each != PRESETS[EXACT]}
+    if reference is None:
         return variants, UNPATCHED
-    variants[UNPATCHED_FP32] = (reference or _fp32_copy(pipe), contextlib.nullcontext)
-    return variants, UNPATCHED_FP32
-
-
-def _name_of(config: PatchConfig | str) -> str:
-    if isinstance(config, str):
-        return label_of(config, resolve_config(config))
-    return label_of("config" if config.tier.name == EXACT else config.tier.name, config)
+    return variants | {UNPATCHED_FP32: (reference, contextlib.nullcontext)}, UNPATCHED_FP32
 
 
 def label_of(name: str, config: PatchConfig) -> str:
@@ -272,21 +260,6 @@ def label_of(name: str, config: PatchConfig) -> str:
     keeps = f"mass {config.mass:g}" if isinstance(config, BlockSparse) else f"topk {config.topk or SLA_TOPK:g}"
     blocks = "" if config.blocks is None else f", blocks {'×'.join(map(str, config.blocks))}"
     return f"{name}, {keeps}{blocks}"
-
-
-def _is_fp32(pipe: DiffusionPipeline) -> bool:
-    return all(parameter.dtype == torch.float32 for model in _models(pipe) for parameter in model.parameters())
-
-
-def _fp32_copy(pipe: DiffusionPipeline) -> DiffusionPipeline:
-    twin = copy.deepcopy(pipe)
-    for model in _models(twin):
-        torch.nn.Module.float(model)  # diffusers' own ``to`` would warn of the cast, but fp32 loses nothing
-    return twin
-
-
-def _models(pipe: DiffusionPipeline) -> list[torch.nn.Module]:
-    return [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
 
 
 def generate_videos(
@@ -312,18 +285,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = convolution
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..patching.weights.convert import is_quantized
 from ..patching.weights.linear_8bit import QuantizedLinear
 from ..tiers import is_low_precision
+from .coding import without_tf32
 from .parts import Trace, trace_of, upcast
 from .sparse import by_reference, sparse_self_attention
 
@@ -70,13 +71,8 @@ def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtyp
     """Return the block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
     oracle = class_copy(block).to(device_of(args, kwargs), dtype)
     args, kwargs = upcast(args, dtype), upcast(kwargs, dtype)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.no_grad(), _WidenedFloat(dtype):
-            return type(oracle).forward(oracle, *args, **kwargs)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with without_tf32(), torch.no_grad(), _WidenedFloat(dtype):
+        return type(oracle).forward(oracle, *args, **kwargs)
 
 
 class _WidenedFloat(TorchFunctionMode):

@@ -231,7 +231,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         call,
         n=arguments.n,
         steps=arguments.steps,
-        config={label_of(arguments.preset, config): config},
+        configs={label_of(arguments.preset, config): config},
         seed=arguments.seed,
         batch_size=batch_size,
         reference=reference,
