@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.benchmarks.implementations import DTYPES, MODES, REFUSED, benchmark_all_implementations
-from scripts.benchmarks.report import implementations_table
+from scripts.tools.pages.ops import implementations_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 
 SIZES = "4x512x512", "8x1024x512", "16x2048x768", "4x1024x768", "4x2048x768", "4x4096x768", "4x8192x768"
@@ -34,7 +34,10 @@ def main(argv: list[str] | None = None) -> int:
         one = benchmark_all_implementations(
             B, N, C, C // HEAD_DIM, **settings, device=options.device, compile_rivals=not options.no_compile
         )
-        print(implementations_table(one), flush=True)
+        print(implementations_table(one.to_dict()))
+        for row in one.rows:
+            if row.note:
+                print(f"{row.implementation} {row.status} ({row.dtype} {row.mode}): {row.note}", flush=True)
         results.append(one)
     merged = replace(results[0], rows=tuple(row for one in results for row in one.rows))
     if options.json is not None:

@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import random_latents, random_model
+from scripts.tools.pages.ops import group_offload_table
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.timing import in_turns
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.memory.streaming import stop_streaming
 from turbo_rcm_patch.patching.families.wan.cases import CASES
-from turbo_rcm_patch.tables import table
 
 GIB = 2**30
 RESIDENT, AFTER, BEFORE = "resident", "offloading enabled after the patch", "offloading enabled before the patch"
@@ -51,12 +51,12 @@ def main(argv: list[str] | None = None) -> int:
     model = random_model(config)
     inputs = random_latents(model, case.frames, options.height, options.width, device)
     rows = list(measure_all(model, inputs, options.repeats, device))
-    print(table([("tier", "weights", "step, s", "peak, GiB", "between steps, GiB"), *map(cells, rows)]))
     settings = {"config": options.config, "layers": len(model.blocks), "frames": case.frames}
     settings |= {"height": options.height, "width": options.width, "repeats": options.repeats}
+    figures = {"settings": settings, "environment": asdict(describe_environment(device)), "offloaded_steps": rows}
+    print(group_offload_table(figures))
     if options.json is not None:
-        environment = asdict(describe_environment(device))
-        write_json(options.json, {"settings": settings, "environment": environment, "offloaded_steps": rows})
+        write_json(options.json, figures)
     faults = list(faults_of(rows, options.most_gib, options.most_times))
     print(*faults, sep="\n")
     return 1 if faults else 0
@@ -135,12 +135,6 @@ def merged(runs: Sequence[dict]) -> dict:
         **{name: max(run[name] for run in runs) for name in most},
         "finite": all(run["finite"] for run in runs),
     }
-
-
-def cells(row: dict) -> tuple[str, ...]:
-    """Return a row of the table."""
-    sizes = (f"{row[name] / GIB:.2f}" for name in ("peak_bytes", "bytes_between_steps"))
-    return row["tier"], row["weights"], f"{row['step_seconds']:.3f}", *sizes
 
 
 def faults_of(rows: list[dict], most_gib: float, most_times: float) -> Iterator[str]:

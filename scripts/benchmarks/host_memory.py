@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import with_random_weights
-from scripts.tools.pages.cards import HOST_MEMORY
-from turbo_rcm_patch.amounts import in_gb
+from scripts.tools.pages.cards import HOST_MEMORY, host_memory
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.patching.families.wan.cases import CASES
@@ -50,17 +49,13 @@ def main(argv: list[str] | None = None) -> int:
             subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
         )
     experts = CASES[options.config].experts
-    share = figures["peak"] / figures["weights"]
-    print(
-        f"the host takes {in_gb(figures['peak'])} GB at most, {share:.2f} times the {in_gb(figures['weights'])} GB of "
-        f"one transformer in 8 bits ({HOST_MEMORY[experts]} is wanted at most), of which "
-        f"{in_gb(figures['pinned'])} GB are pinned; loading takes {figures['seconds']:.0f} s"
-    )
+    settings = {"config": options.config, "experts": experts, "vram": options.vram}
+    environment = asdict(describe_environment(torch.device(options.device)))
+    run = {"settings": settings, "environment": environment, "host_memory": figures}
+    print(host_memory(run), f"Loading takes {figures['seconds']:.0f} s.", sep="")
     if options.json is not None:
-        settings = {"config": options.config, "experts": experts, "vram": options.vram}
-        environment = asdict(describe_environment(torch.device(options.device)))
-        write_json(options.json, {"settings": settings, "environment": environment, "host_memory": figures})
-    return 0 if share <= HOST_MEMORY[experts] else 1
+        write_json(options.json, run)
+    return 0 if figures["peak"] / figures["weights"] <= HOST_MEMORY[experts] else 1
 
 
 def convert(options: argparse.Namespace, folder: Path) -> None:

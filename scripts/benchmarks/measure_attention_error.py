@@ -16,20 +16,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
-from scripts.benchmarks.attention_error import AttentionError, measure
+from scripts.benchmarks.attention_error import measure
+from scripts.tools.pages.checks import attention_errors_table
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.tables import table
 
-HEADER = [
-    "values",
-    "attentions",
-    "cosine",
-    "relative L1",
-    "relative L2",
-    "FA3 fp8, simulated",
-    "largest share of it",
-]
 SIZE = {"tokens": 4096, "heads": 4, "head_dim": 128}  # of the values that are drawn
 
 
@@ -40,20 +31,15 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.no_grad():
         errors = list(measure(device, **SIZE))
-    print(table([HEADER, *map(_cells, errors)]))
+    rows = [asdict(error) | {"missed": error.missed()} for error in errors]
+    report = {"environment": asdict(describe_environment(device)), "settings": SIZE, "attention_errors": rows}
+    print(attention_errors_table(report))
     for error in errors:
         for name in error.missed():
             print(f"{error.values}: {name} {getattr(error, name):.4g} is beyond the limit")
     if options.json is not None:
-        rows = [asdict(error) | {"missed": error.missed()} for error in errors]
-        report = {"environment": asdict(describe_environment(device)), "settings": SIZE, "attention_errors": rows}
         write_json(options.json, report)
     return int(any(error.missed() for error in errors))
-
-
-def _cells(error: AttentionError) -> list[str]:
-    figures = (error.relative_l1, error.relative_l2, error.rival_l2, error.beside_rival)
-    return [error.values, str(error.count), f"{error.cosine:.6f}", *(f"{figure:.2e}" for figure in figures)]
 
 
 if __name__ == "__main__":

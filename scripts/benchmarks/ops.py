@@ -18,10 +18,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.benchmarks.contests import conv, exact, quantized, sparse
-from scripts.benchmarks.report import ops_table
+from scripts.tools.pages.ops import OPS_HEADER, op_rows
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.ops import OpCase, OpResult, measure_copy_bandwidth, run_case
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.tables import table
 from turbo_rcm_patch.tiers import TIERS
 
 CASES = (*exact.CASES, *conv.CASES, *quantized.CASES, *sparse.CASES)
@@ -35,13 +36,24 @@ def main(argv: list[str] | None = None) -> int:
     for case in CASES:
         if options.tier in (None, case.tier.name) and (options.only is None or _is_named(case, options.only)):
             results.append(run_case(case, device, copy_bandwidth=bandwidth, rounds=options.rounds))
-            print(ops_table(results[-1:]), flush=True)
+            show(results[-1:])
             torch.cuda.empty_cache()
-    print(f"\ncopy: {bandwidth / 1e12:.2f} TB/s read and written\n", ops_table(results), sep="\n")
+    print(f"\ncopy: {bandwidth / 1e12:.2f} TB/s read and written\n")
+    show(results)
     if options.json is not None:
         report = {"copy_bandwidth": bandwidth, "rounds": options.rounds, "results": [asdict(one) for one in results]}
         write_json(options.json, {"environment": asdict(describe_environment(device)), **report})
     return int(any(result.best is None for result in results))
+
+
+def show(results: list[OpResult]) -> None:
+    """Print results as the results page has them, and why a contender was not timed."""
+    print(table([OPS_HEADER, *(row for result in results for row in op_rows(asdict(result)))]))
+    for result in results:
+        for name, timing in result.timings.items():
+            if timing.refused is not None:
+                print(f"{result.case}: {name} is refused: {timing.refused}")
+    sys.stdout.flush()
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""DRAM bytes that each implementation moves, kernel by kernel, from Nsight Compute's counters.
+"""DRAM bytes that each implementation moves, from Nsight Compute's counters. The JSON file has every kernel.
 
     python scripts/benchmarks/profile_hbm.py --batch 32 --seq 2048 --dim 512 --json attention.json
     python scripts/benchmarks/profile_hbm.py --wan-block 1.3b
@@ -22,7 +22,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.benchmarks import dram
-from scripts.benchmarks.report import traffic_table, traffic_totals_table
 from scripts.benchmarks.traffic import (
     AttentionCase,
     Case,
@@ -33,6 +32,7 @@ from scripts.benchmarks.traffic import (
     check_and_profile,
     join,
 )
+from scripts.tools.pages.ops import traffic_table
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
 
@@ -55,7 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     except dram.MeasurementError as error:
         sys.exit(f"no counters are read: {error}.")
     report = TrafficReport(case.settings, describe_environment("cuda"), measured)
-    print(traffic_table(report), traffic_totals_table(report), sep="\n\n")
+    print(traffic_table([report.to_dict()]))
+    for one in report.implementations:
+        if one.refused is not None:
+            print(f"{one.name} is refused: {one.refused}")
     if options.wan_block in PASS_LIMITS:
         print(_verdict(report, PASS_LIMITS[options.wan_block]))
     if options.json is not None:

@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import with_random_weights
-from turbo_rcm_patch.amounts import in_gb, parse_amount
+from scripts.tools.pages.cards import cards_table
+from turbo_rcm_patch.amounts import parse_amount
 from turbo_rcm_patch.bench.cases import add_random_projections
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
@@ -44,11 +45,9 @@ from turbo_rcm_patch.memory.plan import CONTEXT
 from turbo_rcm_patch.memory.streaming import stop_streaming
 from turbo_rcm_patch.patching.families.wan.cases import CASES, TEXT, UMT5_XXL
 from turbo_rcm_patch.scheduler import RCMScheduler
-from turbo_rcm_patch.tables import table
 
 TOKENS, STEPS = 512, 4
 LONG = 20  # seconds: a video that takes longer is timed once, not --repeats times
-HEADER = ("variant", "card", "what streams", "VAE", "predicted, GB", "peak, GB", "video, s", "of a step, s")
 
 
 class RandomTokens:
@@ -76,14 +75,14 @@ def main(argv: list[str] | None = None) -> int:
         "repeats": options.repeats,
         "bus_bytes_per_second": bus_speed(device),
     }
-    environment = asdict(describe_environment(device))
     rows = []
+    figures = {"settings": settings, "environment": asdict(describe_environment(device)), "cards": rows}
     for row in all_rows(pipe, options, size, device):
         rows.append(row)
-        print(table([HEADER, cells(row)]), flush=True)
+        print(f"{row['variant']}, {row['card'] or 'the whole GPU'}: {row['seconds']} s a video", flush=True)
         if options.json is not None:  # after each row, so that a run that is cut off leaves what it measured
-            write_json(options.json, {"settings": settings, "environment": environment, "cards": rows})
-    print(table([HEADER, *map(cells, rows)]))
+            write_json(options.json, figures)
+    print(cards_table(figures))
     return 0 if all(row["seconds"] is not None for row in rows if row["variant"] in options.presets) else 1
 
 
@@ -324,21 +323,6 @@ def empty_cache() -> None:
     torch.cuda.empty_cache()
     # Else the weights that a rival pinned stay beside those that the next one pins. PyTorch 2.11 has no public name.
     (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
-
-
-def cells(row: dict) -> tuple[str, ...]:
-    """Return a row of the table."""
-    fits = row["seconds"] is not None
-    return (
-        row["variant"],
-        row["card"] or "whole",
-        ", ".join(row["streaming"]) or "nothing",
-        "tiles" if row["tiles"] else "few frames" if row.get("decoding") else "whole",
-        in_gb(max(row["peaks"].values())) if "peaks" in row else "",
-        in_gb(max(row["allocated"].values())) if fits else "does not fit",
-        f"{row['seconds']:.2f}" if fits else "",
-        f"{row['step_seconds']:.3f}" if fits else "",
-    )
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

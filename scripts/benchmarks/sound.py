@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.benchmarks.host_time import repeated
+from scripts.tools.pages.sound import sound_table
 from turbo_rcm_patch.bench.cases import build_pipeline, install_few_steps, random_inputs
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
@@ -29,7 +30,6 @@ from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.families.ltx2.cases import CASES
 from turbo_rcm_patch.patching.families.ltx2.sub_layers import BlockPlan, Inputs
-from turbo_rcm_patch.tables import table
 
 TIERS = ("exact", "quantized", "sparse")
 ROUNDS, CALLS, WARM_UP = 3, 5, 3  # a graph is recorded in the second call
@@ -39,19 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     device = torch.device("cuda")
     rows = measure(options, device, gpu_time)
-    print(table([["preset", "CUDA graphs", "step, ms", "video alone, ms"], *(_cells(row) for row in rows)]))
+    layers = options.layers or CASES[options.config].transformer["num_layers"]
+    settings = {"config": options.config, "layers": layers, **size_of(options)}
+    figures = {"settings": settings, "environment": asdict(describe_environment(device)), "sound": rows}
+    print(sound_table(figures))
     if options.json is not None:
-        case = CASES[options.config]
-        settings = {"config": options.config, "layers": options.layers or case.transformer["num_layers"]}
-        settings |= size_of(options)
-        write_json(
-            options.json, {"settings": settings, "environment": asdict(describe_environment(device)), "sound": rows}
-        )
+        write_json(options.json, figures)
     return 0
-
-
-def _cells(row: dict[str, object]) -> list[str]:
-    return [row["preset"], row["cuda_graph"], f"{row['step']:.2f}", f"{row['video_alone']:.2f}"]
 
 
 def size_of(options: argparse.Namespace) -> dict[str, int]:

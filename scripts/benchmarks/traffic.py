@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -43,20 +43,8 @@ class Call:
             return self.module(*self.args, **self.kwargs)
 
 
-class Case(Protocol):
-    """One forward in several implementations, which is measured. The others are checked against the first."""
-
-    implementations: Sequence[str]
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """The settings for the report, with the keys tokens and dim."""
-
-    def build(self, implementation: str, device: torch.device) -> Call:
-        """Return the implementation on seeded random weights and inputs, the same for all."""
-
-    def limits(self, implementation: str) -> ErrorLimits:
-        """Return its tier's limits on its error relative to the first implementation's."""
+# A case is one forward in several implementations, which is measured. The others are checked against the first, within
+# the limits of their tiers. All have the same seeded random weights and inputs.
 
 
 @dataclass(frozen=True)
@@ -131,6 +119,9 @@ class WanBlockCase:
 
     def limits(self, implementation: str) -> ErrorLimits:
         return EXACT.limits
+
+
+Case = AttentionCase | WanBlockCase
 
 
 @dataclass(frozen=True)

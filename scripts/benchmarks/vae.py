@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import with_random_weights
-from turbo_rcm_patch.amounts import in_gb
+from scripts.tools.pages.vae import vae_table
 from turbo_rcm_patch.bench.coding import coded, coding_oracle
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.metrics import psnr, relative_l2
@@ -51,14 +51,12 @@ from turbo_rcm_patch.patching.families.vae.forward import joined, plan_for
 from turbo_rcm_patch.patching.families.vae.sizes import latent_size
 from turbo_rcm_patch.patching.families.vae.strips import cuts_of, strips_of
 from turbo_rcm_patch.patching.tiny_vae.network import EDGE, TinyDecoder
-from turbo_rcm_patch.tables import table
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 LITTLE_MEMORY, IN_TILES, TINY = "patched, little memory", "patched, in tiles", "tiny VAE"
 IN_8_BITS = "patched, 8 bits"
 STRIPS = {f"patched, a strip of {count}": count for count in (2, 4)}
 SHORT = 9  # frames of the video that the error is measured on
-HEADER = ("work", "variant", "seconds", "over unpatched", "GB", "predicted, GB", "error", "PSNR, dB")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,12 +72,12 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows_of(vae, work, size, options.repeats):
             print(f"{work}, {row['variant']}: {row['seconds']:.3f} s", flush=True)
             rows.append(row)
-    print(table([HEADER, *cells(rows)]))
+    names = ("height", "width", "num_frames")
+    settings = {"config": options.config, **dict(zip(names, size, strict=True)), "repeats": options.repeats}
+    figures = {"settings": settings, "environment": asdict(describe_environment(device)), "vae": rows}
+    print(vae_table(figures))
     if options.json is not None:
-        names = ("height", "width", "num_frames")
-        settings = {"config": options.config, **dict(zip(names, size, strict=True)), "repeats": options.repeats}
-        environment = asdict(describe_environment(device))
-        write_json(options.json, {"settings": settings, "environment": environment, "vae": rows})
+        write_json(options.json, figures)
     return 0
 
 
@@ -225,23 +223,6 @@ def predicted_bytes(vae: nn.Module, work: str, variant: str, size: tuple[int, in
     height, width, frames = size
     video = 3 * frames * height * width * vae.dtype.itemsize
     return encoding_bytes(vae, *size, in_tiles=in_tiles) - 2 * video
-
-
-def cells(rows: list[dict]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table."""
-    unpatched = {row["work"]: row["seconds"] for row in rows if row["variant"] == UNPATCHED}
-    for row in rows:
-        speed = f"{unpatched[row['work']] / row['seconds']:.2f}×"
-        memory = ["" if row[name] is None else in_gb(row[name]) for name in ("bytes", "predicted")]
-        yield (
-            row["work"],
-            row["variant"],
-            f"{row['seconds']:.3f}",
-            speed,
-            *memory,
-            "" if row["error"] is None else f"{row['error']:.1e}",
-            "" if row["psnr"] is None else f"{row['psnr']:.1f}",
-        )
 
 
 if __name__ == "__main__":

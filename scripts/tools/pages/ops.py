@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scripts.benchmarks.report import case_with_share
 from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 
@@ -126,7 +125,7 @@ def group_offload_table(run: dict) -> str:
 
 
 def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
-    rows = [row for result in run["results"] for row in _op_rows(result)]
+    rows = [row for result in run["results"] for row in op_rows(result)]
     return (
         "Single ops. Each is checked against an fp64 oracle before it is timed. They run as CUDA graphs in turns. "
         f"Times are medians of {run['rounds']} rounds. "
@@ -134,8 +133,11 @@ def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
     )
 
 
-def _op_rows(result: dict) -> list[list[str]]:
-    best, case = result["best"], case_with_share(result["case"], result.get("kept"))
+def op_rows(result: dict) -> list[list[str]]:
+    """Return a row for each rival of an op. Its case also names the share of the key blocks that it keeps."""
+    best, case = result["best"], result["case"]
+    if result.get("kept") is not None:
+        case += f", {100 * result['kept']:.0f} % kept"
     if best is None:
         return [[case, "refused: less accurate than allowed", *[""] * (len(OPS_HEADER) - 2)]]
     timings, rows = result["timings"], []

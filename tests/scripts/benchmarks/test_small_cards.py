@@ -82,12 +82,6 @@ def with_small_encoders(case):
     return replace(case, encoders={**small_cards.TEXT, "image_encoder": (CLIPVisionModel, image)})
 
 
-def test_a_card_that_is_too_small_is_told_in_the_table():
-    row = {"variant": "exact", "card": "6 GB", "streaming": ["transformer"], "tiles": True, "seconds": None}
-    cells = small_cards.cells({**row, "peaks": {"decoding": 5 * 10**9}, "step_seconds": None})
-    assert cells == ("exact", "6 GB", "transformer", "tiles", "5.00", "does not fit", "", "")
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     """The cap has room for what other tests of this process left on the card."""

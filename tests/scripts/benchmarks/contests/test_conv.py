@@ -1,13 +1,11 @@
 """The contest of convolutions, at small sizes: all contenders agree, and a wrong one is never timed."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
 
 from scripts.benchmarks.contests import conv
-from scripts.benchmarks.report import ops_table
 from tests.bench.contests import check_in_bf16, check_that_the_oracle_tells_the_rows_apart, eager
 from turbo_rcm_patch.bench import ops_conv
 from turbo_rcm_patch.bench.ops import COMPILED, OpCase, OpKey, run_case
@@ -33,14 +31,6 @@ def test_the_oracle_tells_the_rows_apart(name):
     check_that_the_oracle_tells_the_rows_apart(SMALL[name](CPU, eager))
 
 
-def test_what_is_less_accurate_than_its_rivals_is_not_timed():
-    right = SMALL["3×3×3"](CPU, eager)
-    wrong = replace(right, ours={"conv_skip": lambda: right.ours["conv_skip"]() * 1.02})
-    for contest, best in ((right, "conv_skip"), (wrong, None)):
-        case = OpCase(OpKey("small"), lambda *_, contest=contest: contest, {})
-        assert run_case(case, CPU, copy_bandwidth=1e9, rounds=3, compile_rivals=False).best == best
-
-
 def test_the_flops_are_those_of_the_multiplications():
     T, H, W, C, N, kt, kh, _, interleave = SIZES["interleaved"]
     contest = SMALL["interleaved"](CPU, eager)
@@ -57,4 +47,4 @@ def test_cases_are_of_a_measured_op():
 @pytest.mark.parametrize("name", SMALL)
 def test_on_a_gpu_with_graphs_and_compiled_rivals(name):
     result = run_case(OpCase(OpKey("small"), SMALL[name], {}), torch.device("cuda"), copy_bandwidth=1e12, rounds=3)
-    assert result.best is not None, ops_table([result])
+    assert result.best is not None, result

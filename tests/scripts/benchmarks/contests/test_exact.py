@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from scripts.benchmarks.contests import exact
-from scripts.benchmarks.report import ops_table
 from tests.bench.contests import check_in_bf16, check_that_the_oracle_tells_the_rows_apart, eager
 from turbo_rcm_patch.bench import ops_exact
 from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, OpKey, measure_copy_bandwidth, run_case
@@ -41,8 +40,7 @@ def test_a_folded_gate_differs_by_the_bias_alone():
     assert difference.mean(dim=1).abs().max() > 0.5
 
 
-def test_names_of_cases_are_unique_and_their_targets_are_of_contenders():
-    assert len({case.name for case in exact.CASES}) == len(exact.CASES)
+def test_targets_are_of_contenders():
     for case in exact.CASES:
         small = {"attention": "self-attention"}.get(case.build.func.__name__, case.build.func.__name__)
         contest = SMALL[small](CPU, eager)
@@ -57,4 +55,4 @@ def test_on_a_gpu_with_graphs_and_compiled_rivals():
     assert 1e10 < bandwidth < 1e14
     for build in SMALL.values():
         result = run_case(OpCase(OpKey("small"), build, {}), device, copy_bandwidth=bandwidth, rounds=3)
-        assert result.best is not None, ops_table([result])
+        assert result.best is not None, result
