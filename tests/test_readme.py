@@ -32,10 +32,8 @@ def test_the_page_says_what_wrote_the_files_that_are_of_no_gpu():
 
 
 @pytest.mark.parametrize("page", ["README.md", "results/README.md", "docs/designs.md", "results/writeup.md"])
-def test_files_that_a_page_names_are_there(page):
-    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+def test_results_that_a_page_names_are_there(page):
     named = re.findall(r"`(results/[\w./-]+)`", (ROOT / page).read_text())
-    assert all((ROOT / page).parent.joinpath(link).exists() for link in links)
     assert all((ROOT / name).exists() for name in named)
 
 

@@ -43,12 +43,6 @@ def test_the_first_screen_has_a_small_chart_and_a_short_animation():
     assert "tiny model" in first
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not link.startswith("https:") and not (ROOT / link).exists()] == []
-
-
 def test_the_demo_is_named():
     assert "`python examples/demo.py`" in CODE
 

@@ -1,8 +1,6 @@
 import pytest
 import torch
 
-from tests.bench.damage import damage_block
-from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.bench.cases import (
     OUTLIER,
     OUTLIER_CHANNELS,
@@ -13,7 +11,7 @@ from turbo_rcm_patch.bench.cases import (
     structured_inputs,
 )
 from turbo_rcm_patch.bench.verify import verify
-from turbo_rcm_patch.config import PRESETS, Exact
+from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch, use_rcm
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.wan.image_free import IMAGE_TOKENS
@@ -79,13 +77,6 @@ def test_a_structured_prompt_is_padded_with_zeros():
     used = prompt.abs().sum(dim=1) > 0
     assert used[:77].all()
     assert not used[77:].any()
-
-
-def test_verify_finds_a_damaged_block_on_structured_inputs(monkeypatch):
-    pipe, config = tiny_pipeline(), Exact(vae=False)
-    assert verify(pipe, call(pipe), config=config).ok
-    damage_block(monkeypatch, verify_module, "transformer.blocks.1", lambda output: output + 1e-4 * output.roll(1, -1))
-    assert {check.block for check in verify(pipe, call(pipe), config=config).failed} == {"transformer.blocks.1"}
 
 
 def first_inputs(name):

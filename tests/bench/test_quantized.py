@@ -1,18 +1,13 @@
 """verify and compare of the quantized tier: the limits are its own, every part is checked, and nothing wrong passes."""
 
-import functools
 import json
-import math
 
 import pytest
 import torch
 
-from tests.bench.damage import damage_block
 from tests.patching.launches import around_launches
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench import variants as variants_module
-from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.parts import PV, QK, SUB_LAYERS
 from turbo_rcm_patch.bench.report import comparison_table, verification_table
@@ -21,7 +16,7 @@ from turbo_rcm_patch.config import Quantized
 from turbo_rcm_patch.patching import patch, use_rcm
 from turbo_rcm_patch.patching.steps import in_8_bits
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
-from turbo_rcm_patch.tiers import EXACT, QUANTIZED
+from turbo_rcm_patch.tiers import QUANTIZED
 
 LINEARS = {
     *(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -90,19 +85,6 @@ def test_exact_steps_are_checked_as_they_run():
 
 
 @pytest.mark.parametrize(
-    ("damage", "dtype"),
-    [(lambda y: 1.1 * y, torch.bfloat16), (lambda y: y * math.nan, torch.float32)],
-    ids=["scaled", "nan"],
-)
-def test_a_wrong_block_alone_is_named(monkeypatch, dtype, damage):
-    damage_block(monkeypatch, module, "transformer.blocks.1", damage)
-    verification = verify(rcm_pipeline(dtype=dtype), call(), config=CONFIG)
-    assert not verification.ok
-    assert {check.block for check in verification.failed} == {"transformer.blocks.1"}
-    assert "transformer.blocks.1, step" in verification_table(verification)
-
-
-@pytest.mark.parametrize(
     ("op", "sub_layer"),
     [
         ("attention_8bit", "self_attention"),
@@ -126,11 +108,6 @@ def test_a_wrong_op_fails_the_sub_layer_that_it_is_in(monkeypatch, op, sub_layer
     verification = verify(rcm_pipeline(), call(), config=CONFIG)
     assert not verification.ok
     assert {part.part for part in verification.failed_parts} == {sub_layer}
-
-
-def test_an_8_bit_block_is_not_within_the_exact_limits():
-    for check in verify(rcm_pipeline(), call(), config=CONFIG).checks:
-        assert check.judged_error > EXACT.limits.allowed(0.0, check.dtype)
 
 
 def test_to_dict_has_the_parts():
@@ -183,41 +160,3 @@ def test_the_bytes_of_weights_are_those_that_the_model_has_meanwhile():
     tensors = *pipe.transformer.parameters(), *pipe.transformer.buffers()
     assert unpatched.weights == exact.weights == sum(tensor.nbytes for tensor in tensors)
     assert 0.9 * saved < unpatched.weights - patched.weights < saved  # less the scales
-
-
-def test_torch_compile_takes_part_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(variants_module, "_has_torchao", lambda: False)
-    pipe, calls = rcm_pipeline(), []
-
-    def compiled_call(block, *args):
-        calls.append(quantized_linears(block))
-        return type(block).forward(block, *args)
-
-    def compile_repeated_blocks():
-        for block in pipe.transformer.blocks:
-            block._compiled_call_impl = functools.partial(compiled_call, block)
-
-    monkeypatch.setattr(pipe.transformer, "compile_repeated_blocks", compile_repeated_blocks)
-    monkeypatch.setattr(pipe.vae.decoder, "compile", lambda: None)  # takes a minute
-    comparison = compare(pipe, GENERATION, config="quantized", with_compile=True, repeats=1, warmups=1)
-    assert names(comparison) == ["unpatched", "torch.compile", "patched exactly", "patched"]
-    assert len(calls) == 2 * 2 * GENERATION["num_inference_steps"]  # turns, blocks
-    assert not any(calls)  # the 8-bit weights of another turn are not left
-
-
-def test_a_patch_that_errs_more_than_the_tier_is_not_timed(monkeypatch):
-    right_patch = variants_module.patch
-
-    def wrong_patch(pipe, config):
-        applied = right_patch(pipe, config)
-        if isinstance(config, Quantized):
-            block = pipe.transformer.blocks[1]
-            block.register_forward_hook(lambda _block, _args, output: output + 0.5 * output.roll(1, -1))
-        return applied
-
-    monkeypatch.setattr(variants_module, "patch", wrong_patch)
-    pipe = rcm_pipeline()
-    with pytest.raises(RuntimeError, match=r"nothing was timed.*turbo-rcm verify"):
-        compare(pipe, GENERATION, config="quantized", repeats=1, warmups=0, with_oracle=True)
-    assert "forward" not in vars(pipe.transformer.blocks[1])
-    assert not quantized_linears(pipe.transformer)

@@ -5,7 +5,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.bench.variants import COMPILED, TORCHAO, memory_of, single_process
+from turbo_rcm_patch.bench.variants import COMPILED, EXACT_PATCH, PATCHED, TORCHAO, UNPATCHED, memory_of, single_process
 from turbo_rcm_patch.config import Exact, Quantized
 
 
@@ -37,6 +37,7 @@ def test_torchaos_tuning_and_memory_are_those_of_its_own_variant(monkeypatch):
     variants = single_process(pipe, Quantized(), with_compile=True)
     linears = [module for module in own.blocks.modules() if isinstance(module, torch.nn.Linear)]
     saved = sum(linear.weight.numel() - 4 * linear.out_features for linear in linears)  # a scale for each row
+    assert list(variants.switches) == [UNPATCHED, COMPILED, EXACT_PATCH, TORCHAO, PATCHED]
     assert variants.spare_memory == memory_of(own) - saved
     switch = variants.switches[TORCHAO]
     for _ in range(2):

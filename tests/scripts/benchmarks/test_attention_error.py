@@ -15,11 +15,12 @@ from turbo_rcm_patch import embedded
 GOOD = AttentionError(STRUCTURED, 2, 0.9999, 0.01, 0.02, 0.05, 0.4)
 
 
-def test_all_kinds_are_within_the_limits(device):
+def test_all_kinds_are_within_the_limits(device, monkeypatch):
     """The errors are our kernel's on a GPU, and the reference's on the CPU."""
+    monkeypatch.setattr(attention_error, "STEPS", 1)
     found = list(measure(torch_device(device), tokens=512, heads=2, head_dim=128))
     blocks = len(embedded.load_embedded_pipeline(torch.float32).transformer.blocks)
-    assert [(error.values, error.count) for error in found] == [(NORMAL, 1), (STRUCTURED, 1), (CAPTURED, 4 * blocks)]
+    assert [(error.values, error.count) for error in found] == [(NORMAL, 1), (STRUCTURED, 1), (CAPTURED, blocks)]
     assert [error.missed() for error in found] == [[], [], []]
     assert all(1e-3 < error.relative_l2 < error.rival_l2 for error in found)
 

@@ -36,13 +36,6 @@ def test_steps_are_compared_with_eager_and_with_compile():
     assert "| 1.80× | 1.18× |  |" in _step_lines("another", run)[2]
 
 
-def test_targets_in_8_bits_are_those_that_were_asked_for():
-    asked = {"wan2.1-1.3b": 1.5, "wan2.1-14b-4-layers": 1.5, "wan2.2-5b-8-layers": 1.48}
-    for name, speedup in asked.items():
-        assert steps.STEP_TARGETS[f"{name}-quantized"] == {"torch.compile": speedup}
-        assert steps.MEMORY_TARGETS[f"{name}-quantized"] == (steps.EXACT_PATCH, 1.0)
-
-
 def _video_run(patched, error, memory=2**31):
     def variant(name, decode, error):
         stages = {"steps": [0.2, 0.2], "vae_decode": decode, "output": 0.05, "total": decode + 0.5}
