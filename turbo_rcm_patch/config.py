@@ -144,16 +144,7 @@ class PatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _In8Bits(PatchConfig):
-    """The options of the tiers that compute in 8 bits.
-
-    Attributes:
-        quantize: what is computed in 8 bits, any of QUANTIZABLE.
-        keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
-            with wildcards: "blocks.0", "*.ffn.net.2". A name that ends in ".processor" is that of a self-attention
-            which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
-            ``turbo-rcm verify --keep-out`` wrote.
-        restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
-    """
+    """The options of the tiers that compute in 8 bits. `Quantized` describes them."""
 
     quantize: Sequence[str] = QUANTIZABLE
     keep: Sequence[str] | str | Path = ()
@@ -223,13 +214,10 @@ SLA_TOPK = 0.1  # the share of key blocks that TurboDiffusion publishes for Wan
 class Sparse(_In8Bits):
     """Sparse-linear attention (SLA), for weights that were trained with it. The other options: see `PatchConfig`.
 
+    `keep` and `restorable` are as in `Quantized`.
+
     Attributes:
         quantize: what is computed in 8 bits, any of "attention" (SLA's softmax, not its linear part) and "linears".
-        keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
-            with wildcards: "blocks.0", "*.ffn.net.2". A name that ends in ".processor" is that of a self-attention
-            which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
-            ``turbo-rcm verify --keep-out`` wrote.
-        restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
         topk: the share of key blocks that each block of queries keeps, above 0 and at most 1. None: the published one,
             0.1 for Wan and 0.3 for LTX-2.
         blocks: (queries, keys), the tokens in a block that the weights were trained with. None: TurboDiffusion's own,
@@ -252,15 +240,9 @@ class Sparse(_In8Bits):
 class BlockSparse(_In8Bits):
     """Self-attention to the key blocks with the largest estimated share, for any model. More options: `PatchConfig`.
 
-    Under autograd attention is dense.
+    Under autograd attention is dense. `quantize`, `keep` and `restorable` are as in `Quantized`.
 
     Attributes:
-        quantize: what is computed in 8 bits, any of "attention" and "linears".
-        keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
-            with wildcards: "blocks.0", "*.ffn.net.2". A name that ends in ".processor" is that of a self-attention
-            which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
-            ``turbo-rcm verify --keep-out`` wrote.
-        restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
         mass: the share of its estimated attention that the kept key blocks of each block of queries hold, above 0 and
             at most 1. A larger share is closer to dense attention.
         blocks: (queries, keys), the tokens in a block. None: (128, 64), and for 8-bit attention on sm_90 (192, 128).

@@ -23,7 +23,7 @@ SHARE = 0.3  # the share of a projection's result that random adapters add
 GOLDEN = 0.618034  # the golden ratio: the fractions of its multiples keep apart
 
 
-def add_random_lora(transformer: nn.Module, ranks: Sequence[int], seed: int = 0) -> None:
+def add_random_lora(transformer: nn.Module, ranks: Sequence[int]) -> None:
     """Load one adapter of each rank on all projections of the attentions and feed-forwards, all active, in the model's
     dtype."""
     from peft import LoraConfig
@@ -32,7 +32,7 @@ def add_random_lora(transformer: nn.Module, ranks: Sequence[int], seed: int = 0)
     for name, rank in zip(names, ranks, strict=True):
         transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(TARGETS)), adapter_name=name)
     transformer.set_adapters(names)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name, parameter in transformer.named_parameters():
         if "lora_" in name:
             rows, columns = parameter.shape

@@ -144,14 +144,10 @@ def results_page(folder: Path) -> str:
         timed = (json.loads(path.read_text())["runs"].get("ops-sparse") for path in result_files(folder))
         measured = json.loads((folder / BLOCK_SPARSE).read_text())
         parts.append(block_sparsity_page(measured, BLOCK_SPARSE, next(filter(None, timed), None)))
-    if (folder / SPARSE).exists():
-        parts.append(sparse_table(json.loads((folder / SPARSE).read_text())))
-    if (folder / LORA).exists():
-        parts.append(lora_table(json.loads((folder / LORA).read_text())))
-    if (folder / CONVERSION).exists():
-        parts.append(conversion_table(json.loads((folder / CONVERSION).read_text())))
-    if (folder / SIDE_BY_SIDE).exists():
-        parts.append(side_by_side(json.loads((folder / SIDE_BY_SIDE).read_text())))
+    others = {SPARSE: sparse_table, LORA: lora_table, CONVERSION: conversion_table, SIDE_BY_SIDE: side_by_side}
+    for name, table in others.items():
+        if (folder / name).exists():
+            parts.append(table(json.loads((folder / name).read_text())))
     return "\n".join(filter(None, parts))
 
 

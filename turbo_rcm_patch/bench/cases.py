@@ -24,15 +24,15 @@ QUERY_GAIN = 6.0  # a factor on attention scores; at 1 random weights attend to 
 
 
 def build_pipeline(
-    case: Case, dtype: torch.dtype, device: torch.device, *, layers: int | None = None, seed: int = 0
+    case: Case, dtype: torch.dtype, device: torch.device, *, layers: int | None = None
 ) -> DiffusionPipeline:
-    """Return the case's pipeline without encoders, drawn on the device from the seed; layers: fewer blocks, if given.
+    """Return the case's pipeline without encoders, drawn on the device from a seed; layers: fewer blocks, if given.
 
     Modules that diffusers keeps in fp32 stay so. The global random state is left alone.
     """
     config = dict(case.transformer) if layers is None else {**case.transformer, "num_layers": layers}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         transformers = {name: case.transformer_class(**config) for name in case.transformer_names}
         for transformer in transformers.values():
             for blocks in family_of(transformer).blocks:
@@ -54,29 +54,29 @@ def install_few_steps(pipe: DiffusionPipeline) -> None:
         use_rcm(pipe)
 
 
-def random_prompt(pipe: DiffusionPipeline, seed: int = 0) -> torch.Tensor:
+def random_prompt(pipe: DiffusionPipeline) -> torch.Tensor:
     """Return random embeddings [1, tokens, channels] in place of an encoded prompt."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(1, *_inputs_of(pipe).prompt, generator=generator)
     return embeddings.to(pipe.transformer.device, pipe.transformer.dtype)
 
 
-def random_inputs(pipe: DiffusionPipeline, seed: int = 0) -> dict[str, object]:
+def random_inputs(pipe: DiffusionPipeline) -> dict[str, object]:
     """Return random inputs for a call of the pipeline: prompt embeddings, and what else its class requires."""
-    return {"prompt_embeds": random_prompt(pipe, seed), **_inputs_of(pipe).more}
+    return {"prompt_embeds": random_prompt(pipe), **_inputs_of(pipe).more}
 
 
 def _inputs_of(pipe: DiffusionPipeline) -> PipelineInputs:
     return family_of(pipe.transformer).inputs(pipe)
 
 
-def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
+def add_structure(pipe: DiffusionPipeline) -> None:
     """Give random weights of all transformers, in place, two properties of trained ones.
 
     They are a few hidden channels far above all others, and attention that picks out a few keys. On Gaussian
     activations and near-uniform attention many errors average out.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for transformer in transformers_of(pipe).values():
         _add_structure(transformer, generator)
 
@@ -98,9 +98,9 @@ def needs_projections(pipe: DiffusionPipeline) -> bool:
     return family_of(pipe.transformer).blocks[0].sparse.needs_projection
 
 
-def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
+def add_random_projections(pipe: DiffusionPipeline) -> None:
     """Give every self-attention a random proj_l, which training with sparse-linear attention adds."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     attentions = (family_of(model).self_attentions(model) for model in transformers_of(pipe).values())
     for _, attn, _ in chain.from_iterable(attentions):
         like = attn.to_out[0].weight

@@ -55,12 +55,11 @@ def names_of(run: dict) -> dict[str, str]:
     return {name: shown for name, shown in names.items() if name in ran}
 
 
-def real_models(runs: dict, tier: str | None = None) -> dict[str, dict]:
-    """Return the runs that compare variants' steps of a real model without LoRA. tier: only of this tier."""
+def real_models(runs: dict) -> dict[str, dict]:
+    """Return the runs that compare variants' steps of a real model without LoRA."""
     found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
     found = {name: run for name, run in found.items() if name not in whole_videos(runs)}
-    found = {name: run for name, run in found.items() if "lora_ranks" not in run["settings"]}
-    return {name: run for name, run in found.items() if tier in (None, run["settings"].get("preset", "exact"))}
+    return {name: run for name, run in found.items() if "lora_ranks" not in run["settings"]}
 
 
 def whole_videos(runs: dict) -> dict[str, dict]:
