@@ -67,6 +67,7 @@ def test_streaming_changes_no_result_and_is_undone(everything_streams, variant, 
     plan.undo()
     assert not hooks_of(pipe)
     assert not pipe.vae.use_tiling
+    assert not any("forward" in vars(module) for module in pipe.text_encoder.modules())
     assert abs(video_of(pipe) - expected).max() < 1e-6
     assert list(pipe.transformer.state_dict()) == names
     plan.undo()  # nothing is left
@@ -144,11 +145,12 @@ def test_too_little_names_what_is_missing_and_what_fits():
         ({"vram": None}, "free on a GPU"),
         ({"height": 33}, "height=33; give a multiple of 16, such as 32"),
         ({"width": 0}, "width=0; give a multiple of 16, such as 16"),
-        ({"width": 48.0}, "width=48.0; give a multiple of 16"),
+        ({"width": 48.0}, "width=48.0; give a multiple of 16, such as 48"),
         ({"num_frames": 80}, "num_frames=80; give 4k[+]1, such as 81"),
         ({"num_frames": None}, "num_frames=None; give 4k[+]1, such as 81"),
         ({"num_frames": True}, "num_frames=True; give 4k[+]1, such as 81"),
         ({"device": "meta"}, "device='meta'; give a GPU"),
+        ({"device": None}, "device=None; give a GPU"),
         ({"config": "fast"}, "fast"),
     ],
 )
@@ -237,7 +239,7 @@ def test_components_that_are_none_or_have_two_names():
     with pytest.raises(ValueError, match="has no VAE; load it with its VAE"):
         fit_on_the_cpu(pipe)
     pipe.vae, pipe.transformer, pipe.transformer_2 = vae, None, None
-    with pytest.raises(ValueError, match="has no transformer of a supported family"):
+    with pytest.raises(ValueError, match="has no transformer; load it with its transformer"):
         fit_on_the_cpu(pipe)
 
 

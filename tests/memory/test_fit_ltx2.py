@@ -143,3 +143,9 @@ def test_480_pixels_of_ltx2_have_no_tiles(real_models):
     stages = {s.name: s for s in stages_of(from_image, Video(480, 512, 9))}
     assert (stages["decoding"].in_tiles, stages["VAE encoding"].in_tiles) == (None, None)
     assert stages["decoding"].computing > 0
+
+
+def test_an_error_at_480_pixels_names_512(real_models):
+    patched = Patched(real_models, trp.Quantized(restorable=False), samples=2)
+    with pytest.raises(trp.DoesNotFit, match=r"It fits with height=512, width=832 \(which diffusers decodes in tiles"):
+        plan_module.plan_for(patched, Video(480, 832, 121), 16 * 10**9)

@@ -289,8 +289,15 @@ def test_a_patched_step_takes_what_its_blocks_take(model_class, options, timeste
 def test_models_with_caches_are_refused(name, tmp_path):
     pipe = tiny_wan_pipeline()
     pipe.transformer = tiny_family_transformer(name)
-    with pytest.raises(ValueError, match="no transformer of a supported family, whose memory is known"):
+    with pytest.raises(ValueError, match=r"has an? \w+Transformer3DModel, whose memory is not known"):
         trp.fit(pipe, "8 GB", height=480, width=832, num_frames=81, device="cpu")
     pipe.transformer.save_pretrained(tmp_path / "transformer")
     with pytest.raises(ValueError, match=r"transformer holds an? \w+Transformer3DModel, whose memory is not known"):
         list(models_by_preset(tmp_path / "transformer"))
+
+
+def test_a_mask_over_blocks_of_frames_is_refused():
+    pipe = tiny_wan_pipeline()
+    pipe.transformer = tiny_family_transformer("skyreels", num_frame_per_block=3)
+    with pytest.raises(ValueError, match="has a SkyReelsV2Transformer3DModel with num_frame_per_block > 1, whose mask"):
+        trp.fit(pipe, "8 GB", height=480, width=832, num_frames=81, device="cpu")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from weakref import WeakSet
 
 import torch
@@ -17,7 +19,7 @@ from ..patching.families.vae.sizes import compression
 from ..patching.steps.plan import is_patched, state_of
 from ..wording import counted, with_article
 from .sound import has_sound
-from .stages import Video, is_known
+from .stages import Video, why_unknown
 
 PLANNED: WeakSet[nn.Module] = WeakSet()  # the models whose places a plan has chosen
 
@@ -32,10 +34,11 @@ def models_of(pipe: object) -> dict[str, nn.Module]:
     if (compiled := next((name for name, model in models.items() if hasattr(model, "_orig_mod")), None)) is not None:
         raise ValueError(f"{compiled} is compiled; set pipe.{compiled} to pipe.{compiled}._orig_mod, then call fit.")
     transformers = [model for name, model in models.items() if name in COMPONENTS]
-    if not transformers or not all(map(is_known, transformers)):
-        raise ValueError(f"{kind} has no transformer of a supported family, whose memory is known.")
-    if "vae" not in models:
-        raise ValueError(f"{kind} has no VAE; load it with its VAE.")
+    for part, there in (("transformer", bool(transformers)), ("VAE", "vae" in models)):
+        if not there:
+            raise ValueError(f"{kind} has no {part}; load it with its {part}.")
+    if (reason := next(filter(None, map(why_unknown, transformers)), None)) is not None:
+        raise ValueError(f"{kind} has {reason}.")
     if not is_vae(models["vae"]) and not has_sound(models):
         raise ValueError(f"{kind} has {with_article(type(models['vae']).__name__)}, whose memory is not known.")
     return models
@@ -68,8 +71,9 @@ def check_size(models: Mapping[str, nn.Module], video: Video) -> None:
 
 
 def _fitting(size: object, step: int) -> int:
-    """Return the largest multiple of a step up to a size, at least one step. A size that is no integer counts as 80."""
-    return max(step, (size if type(size) is int else 80) // step * step)
+    """Return the largest multiple of a step up to a size, at least one step. A size that is no number counts as 80."""
+    is_number = isinstance(size, Real) and not isinstance(size, bool) and math.isfinite(size)
+    return max(step, (int(size) if is_number else 80) // step * step)
 
 
 def edge_of_a_token(models: Mapping[str, nn.Module]) -> int:
@@ -87,12 +91,13 @@ def check_movable(models: Mapping[str, nn.Module]) -> None:
     """Raise ValueError for models without weights, on several devices, offloaded, or placed by another plan."""
     for name, model in models.items():
         if model in PLANNED:
-            raise ValueError(f"{name} is in a plan of fit already; call undo() of that plan first.")
+            raise ValueError(
+                f"{name} is in a plan of fit already; call undo() of that plan first, or load the pipeline anew."
+            )
         if any(map(is_hooked, model.modules())):
             raise ValueError(
                 f"{name} is offloaded or hooked already; undo that, for example with pipe.remove_all_hooks() after "
-                "enable_model_cpu_offload(), or load it anew, and then call fit. "
-                "Enable caches after that."
+                "enable_model_cpu_offload(), or load it anew, and then call fit. Enable caches after that."
             )
         devices = {parameter.device for parameter in model.parameters()}
         if torch.device("meta") in devices:

@@ -14,13 +14,12 @@ from ..patching.families import family_of
 from ..patching.steps.sparse_linear import why_not_replaceable
 from ..patching.text_encoder import patch_text_encoder
 from ..tables import table
-from ..wording import with_article
 from .choose import Placement, smallest
 from .components import Component, components_of
 from .empty_models import empty_models, has_own_timesteps, with_empty_projections
 from .plan import CONTEXT
 from .sound import has_sound
-from .stages import Patched, Video, is_known, stages_of
+from .stages import Patched, Video, stages_of, why_unknown
 
 VIDEOS = (Video(480, 832, 81), Video(720, 1280, 81))
 
@@ -56,8 +55,8 @@ def models_by_preset(
     if text_encoder_in_8_bits:
         patch_text_encoder(models.get("text_encoder"), in_8_bits=True)
     transformers = {name: model for name, model in models.items() if family_of(model) is not None}
-    if (unknown := next((m for m in transformers.values() if not is_known(m)), None)) is not None:
-        raise ValueError(f"{source} holds {with_article(type(unknown).__name__)}, whose memory is not known.")
+    if (reason := next(filter(None, map(why_unknown, transformers.values())), None)) is not None:
+        raise ValueError(f"{source} holds {reason}.")
     reasons = (why_not_replaceable(name, family_of(m).self_attentions(m)) for name, m in transformers.items())
     why_not_sparse = next(filter(None, reasons), None)
     for name in PRESETS if preset is None else (preset,):

@@ -173,7 +173,7 @@ def fit_with(
     both_ways: bool = False,
 ) -> MemoryPlan:
     """Do what `fit` does, for a command that does more than generate. beside, both_ways: as in `Patched`."""
-    device, models = _with_index(torch.device(device)), models_of(pipe)
+    device, models = _device(device), models_of(pipe)
     patched = Patched(models, config_of(models, config), beside=beside, both_ways=both_ways, **_facts_of(pipe, models))
     check_size(models, video)
     check_movable(models)
@@ -219,8 +219,12 @@ def _components(patched: Patched) -> list[Component]:
     return [replace(c, weights=c.weights + held) if c.name == "text_encoder" else c for c in found]
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """Return "cuda" as the GPU that it means now."""
+def _device(device: torch.device | str) -> torch.device:
+    """Return a device by its name. "cuda" is the GPU that it means now. Raises ValueError for what is no device."""
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r}; give a GPU, such as 'cuda' or 'cuda:1'.") from None
     is_current = device.type == "cuda" and device.index is None and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
@@ -279,9 +283,11 @@ def _what_fits(patched: Patched, video: Video, budget: int) -> str:
     tiers, sizes = [((), patched)], [((), video)]
     if not patched.config.in_8_bits("linears"):
         tiers.append((("the preset 'quantized'",), patched._replace(config=Quantized(restorable=False))))
-    height, width = (480, 832) if video.height <= video.width else (832, 480)
-    if height * width < video.height * video.width:
-        sizes.append(((f"height={height}, width={width}",), Video(height, width, video.frames)))
+    with_sound = has_sound(patched.models)
+    short, why = (512, " (which diffusers decodes in tiles, unlike 480)") if with_sound else (480, "")
+    height, width = (short, 832) if video.height <= video.width else (832, short)
+    if height * width < video.height * video.width or (with_sound and 480 in (video.height, video.width)):
+        sizes.append(((f"height={height}, width={width}{why}",), Video(height, width, video.frames)))
     settings = [(tier + size, models, of) for (size, of), (tier, models) in product(sizes, tiers)]
     for words, models, of in settings[1:]:
         if _fits(models, of, budget):

@@ -25,6 +25,7 @@ from ..patching.families.vae.sizes import latent_size
 from ..patching.text_encoder import has_graphs, runs_lean
 from ..patching.weights.convert import quantized_linears
 from ..plain import is_lora_layer
+from ..wording import with_article
 from . import sound
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
@@ -165,12 +166,19 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("decoding, unpatched", ("vae",), *decoding)
 
 
-def is_known(transformer: nn.Module) -> bool:
-    """True for a transformer whose tensors can be counted. AnyFlow-FAR caches keys and values of all its layers."""
-    family = family_of(transformer)
-    if family is None or "full_chunk_limit" in transformer.config:
-        return False
-    return all(name in transformer.config for name in family.blocks[0].sizes.needed)
+def why_unknown(transformer: nn.Module) -> str | None:
+    """Return the transformer's class and why its tensors cannot be counted, or None if they can.
+
+    AnyFlow-FAR caches keys and values of all its layers. SkyReels-V2's mask has a value for each pair of tokens.
+    """
+    family, config = family_of(transformer), getattr(transformer, "config", {})
+    name = with_article(type(transformer).__name__)
+    if (config.get("num_frame_per_block") or 1) > 1:
+        return f"{name} with num_frame_per_block > 1, whose mask takes memory that is not counted"
+    is_known = family is not None and "full_chunk_limit" not in config
+    if is_known and all(needed in config for needed in family.blocks[0].sizes.needed):
+        return None
+    return f"{name}, whose memory is not known"
 
 
 def reads_image(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
 from torch import nn
 
+from ..plain import function_bound_to
 from .components import blocks_of, embeddings_of, holder_of_blocks
 from .pinned import pin
 
@@ -64,6 +65,8 @@ def stop_streaming(model: nn.Module) -> None:
                     registry.remove_hook(name, recurse=False)
             if not registry.hooks:
                 del module._diffusers_hook
+                if function_bound_to(module, vars(module).get("forward")) is type(module).forward:
+                    del module.forward  # diffusers leaves the class's own on the instance
     pinned = [t for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu" and t.is_pinned()]
     for tensor in pinned:
         tensor.data = tensor.data.clone()
