@@ -18,7 +18,7 @@ from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT, convolve_reference
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
 from turbo_rcm_patch.patching.families.vae import in_8_bits, steps
-from turbo_rcm_patch.patching.families.vae.chunks import decoding_bytes, weights_8bit_bytes
+from turbo_rcm_patch.patching.families.vae.chunks import decoding_bytes, weights_bytes
 from turbo_rcm_patch.patching.families.vae.classes import resnets_for_8_bits
 from turbo_rcm_patch.patching.families.vae.decoder import decoded
 from turbo_rcm_patch.patching.families.vae.forward import joined, plan_for
@@ -259,7 +259,8 @@ def test_memory_is_what_the_page_says():
 
 
 def test_weights_take_what_the_class_says():
-    found = {size: round(weights_8bit_bytes(real(size)[0].decoder) / 1e6) for size in SIZES}
+    decoders = {size: real(size)[0].decoder for size in SIZES}
+    found = {size: round((weights_bytes(d, True) - weights_bytes(d)) / 1e6) for size, d in decoders.items()}
     assert found == {"wan 2.1, 480p": 29, "wan 2.1, 720p": 29, "ti2v-5b, 720p": 232}
     assert "29 MB for Wan 2.1, 232 MB for TI2V-5B" in " ".join(in_8_bits.Convolutions8bit.__doc__.split())
 

@@ -207,6 +207,17 @@ def test_an_encode_in_tiles_takes_less_than_diffusers():
     assert 0.9 <= estimate / patched <= 1.1
 
 
+@pytest.mark.parametrize("kind", ["wan 2.1, 480p", "ti2v-5b, 720p"])
+def test_a_narrow_video_is_encoded_in_tiles_of_its_width(kind):
+    vae, x = pixels(kind, 5)
+    x = x[..., :512, :128]
+    vae.enable_tiling()
+    with trp.patch(vae):
+        patched = encoding_peak(vae, x)
+    estimate = encoding_bytes(vae, *x.shape[-2:], 5, in_tiles=True) - x.numel() * x.itemsize
+    assert 0.9 <= estimate / patched <= 1.1
+
+
 def test_small_videos_are_encoded_many_frames_at_a_time():
     vae, _ = real("wan 2.1, 480p")
     assert frames_to_encode(vae, 480 * 832, 2, None) == 4

@@ -12,7 +12,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 from torch import nn
 
-from .chunks import TILES_WORKING_SET, WORKING_SET, frames_of_a_latent, frames_to_encode
+from .chunks import TILES_WORKING_SET, WORKING_SET, frames_of_a_latent, frames_to_encode, weights_bytes
 from .classes import RESAMPLE, RESIDUAL_DOWN_BLOCK, patch_size_of
 from .encoder import FRAMES, count_encoded, encoded
 from .forward import compiled_ahead, free_beside, joined, plan_for, takes, vae_state
@@ -78,7 +78,7 @@ def _count(vae: nn.Module, x: torch.Tensor) -> int:
 def _at_once(vae: nn.Module, x: torch.Tensor, patch: int = 1, *, working_set: int = WORKING_SET) -> int:
     """Return the number of frames to encode at a time. working_set: bytes of activations."""
     pixels = x.shape[0] * x.shape[-2] * x.shape[-1] // patch**2
-    free = free_beside(vae, x.device, 0)
+    free = free_beside(vae, x.device, weights_bytes(vae.encoder))
     chunk = vae_state(vae).config.vae_chunk
     return frames_to_encode(vae, pixels, x.itemsize, chunk, working_set=working_set, free=free)
 
