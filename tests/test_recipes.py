@@ -39,7 +39,8 @@ def test_longer_lists_have_their_authors_spacing():
     assert RECIPES["rcm"].in_steps(2) is RECIPES["rcm"]
     for name, steps, message in (
         ("lightning", 2, "steps=2: lightning takes 4 or more steps"),
-        ("lightning", 6.5, "steps=6.5: lightning takes 4 or more steps"),
+        ("lightning", 6.5, "steps=6.5; give a whole number"),
+        ("lightning", "8", "steps='8'; give a whole number"),
         ("fastwan", 6, r"steps=6: fastwan takes 3 steps\. For others, give a Recipe with sigmas of your own"),
         ("rcm", 8, "steps=8: rcm takes 1 to 4 steps"),
         ("causvid-lora", 10, "takes 1 to 9 steps"),

@@ -149,6 +149,8 @@ def test_wrong_number_of_steps_says_what_to_do(steps):
     ("times", "message"),
     [
         ({"sigmas": []}, "one or more"),
+        ({"sigmas": 0.5}, "one or more"),
+        ({"sigmas": ["a", "b"]}, r"sigmas=\['a', 'b'\]; give one or more numbers"),
         ({"sigmas": [0.5, 0.5]}, "decrease strictly"),
         ({"sigmas": [0.5, 0.7]}, "decrease strictly"),
         ({"sigmas": [0.5, 0.0]}, "without the final 0"),
@@ -165,7 +167,7 @@ def test_bad_user_times(times, message):
         RCMScheduler().set_timesteps(**times)
 
 
-@pytest.mark.parametrize("sigma_max", [0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("sigma_max", [0, -1.0, math.nan, math.inf, "80"])
 def test_bad_sigma_max(sigma_max):
     with pytest.raises(ValueError, match="sigma_max"):
         RCMScheduler(sigma_max=sigma_max)

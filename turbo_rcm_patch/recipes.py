@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,9 +101,13 @@ class Recipe:
 
         Raises ValueError if the recipe's authors publish no spacing, and for fewer steps than it takes.
         """
+        try:
+            steps = operator.index(steps)
+        except TypeError:
+            raise ValueError(f"steps={steps!r}; give a whole number.") from None
         if steps in self.accepted_steps:
             return self
-        if self.shift is not None and isinstance(steps, int) and steps > self.steps:
+        if self.shift is not None and steps > self.steps:
             return dataclasses.replace(self, sigmas=evenly_spaced(steps, self.shift))
         others = "" if self.shift is not None else " For others, give a Recipe with sigmas of your own."
         raise ValueError(f"steps={steps}: {self.name} takes {self.takes} steps.{others}")

@@ -85,7 +85,8 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         recipe: str = "this sampler",
     ):
         _check_timesteps(num_train_timesteps, boundary_timestep)
-        given = Recipe(recipe, solver, sigmas=_floats(sigmas), timesteps=_floats(timesteps), state_dtype=state_dtype)
+        sigmas, timesteps = _floats(sigmas, "sigmas"), _floats(timesteps, "timesteps")
+        given = Recipe(recipe, solver, sigmas=sigmas, timesteps=timesteps, state_dtype=state_dtype)
         # JSON knows no arrays.
         self.register_to_config(
             sigmas=list(given.sigmas), timesteps=None if given.timesteps is None else list(given.timesteps)
@@ -349,7 +350,7 @@ class RCMScheduler(FewStepScheduler):
         if sigma_max is None:  # how other schedulers' configs say "not set"
             self.register_to_config(sigma_max=80.0)
         if sigmas is not None:
-            self.register_to_config(sigmas=_floats(sigmas))
+            self.register_to_config(sigmas=_floats(sigmas, "sigmas"))
         _check_timesteps(num_train_timesteps, boundary_timestep)
         self.solver, self.state_dtype = ("sde" if stochastic else "euler"), "float64"
         self._set_times(rcm_times(1, self.config.sigma_max) if sigmas is None else _user_times(sigmas, "sigmas"))
@@ -377,9 +378,7 @@ def scheduler_of(
 
 def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float = 1.0) -> torch.Tensor:
     """Return the user's times divided by scale, with the final 0: fp64 [N + 1]."""
-    values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-    if values.dim() != 1 or len(values) == 0:
-        raise ValueError(f"{name} has shape {list(values.shape)}; give one or more numbers, highest first.")
+    values = _numbers(values, name)
     decreasing = bool((values.diff() < 0).all())
     if not (decreasing and values[-1] > 0 and values[0] <= scale):
         raise ValueError(
@@ -388,6 +387,17 @@ def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float 
     if scale > 1 and values[0] <= 1:
         raise ValueError(f"{name}={values.tolist()} look like times in (0, 1]; pass those as sigmas.")
     return torch.cat([values / scale, values.new_zeros(1)])
+
+
+def _numbers(values: Sequence[float] | torch.Tensor, name: str) -> torch.Tensor:
+    """Return numbers as fp64 [N] on the CPU. Raises ValueError for anything else, and for none."""
+    try:
+        found = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name}={values!r}; give one or more numbers, highest first.") from None
+    if found.dim() != 1 or len(found) == 0:
+        raise ValueError(f"{name} has shape {list(found.shape)}; give one or more numbers, highest first.")
+    return found
 
 
 def _are_evenly_spaced(sigmas: Sequence[float] | torch.Tensor) -> bool:
@@ -409,8 +419,8 @@ def _check_floating(**tensors: torch.Tensor) -> None:
             raise TypeError(f"{name} is {dtype}; give a floating-point tensor: {name}.float().")
 
 
-def _floats(values: Sequence[float] | torch.Tensor | None) -> list[float] | None:
-    return None if values is None else [float(value) for value in values]
+def _floats(values: Sequence[float] | torch.Tensor | None, name: str) -> list[float] | None:
+    return None if values is None else _numbers(values, name).tolist()
 
 
 def _as_int(num_inference_steps) -> int:

@@ -7,6 +7,7 @@ Sources: Score-Regularized Continuous-Time Consistency Models (rCM, Zheng et al.
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 
@@ -25,9 +26,9 @@ def rcm_times(num_steps: int, sigma_max: float = 80.0) -> torch.Tensor:
             f"num_inference_steps={RCM_STEPS}, guidance_scale=1.0, or choose your own times with sigmas or timesteps."
         )
     smallest = math.tan(INTERMEDIATE_ANGLES[0]) if num_steps > 1 else 0.0
-    if not smallest < sigma_max < math.inf:
+    if not (isinstance(sigma_max, Real) and smallest < sigma_max < math.inf):
         raise ValueError(
-            f"sigma_max={sigma_max}: with {num_steps} step{'s' * (num_steps > 1)} it must be finite and above "
+            f"sigma_max={sigma_max!r}: with {num_steps} step{'s' * (num_steps > 1)} it must be a finite number above "
             f"{smallest:.4g}; 80 is usual for text to video, 200 for image to video."
         )
     angles = torch.tensor([math.atan(sigma_max), *INTERMEDIATE_ANGLES[: num_steps - 1], 0.0], dtype=torch.float64)

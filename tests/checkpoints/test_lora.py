@@ -160,11 +160,8 @@ def test_products_that_do_not_fit_are_named():
             read_lora(named(TO_Q["bare"], parts | changed), model)
     for missing in (*kron, *hada):
         one = {name: tensor for name, tensor in (kron if missing in kron else hada).items() if name != missing}
-        other = named("blocks.1.self_attn.q.", kron)
-        kind = "LoKr" if missing in kron else "LoHa"
-        one["alpha"] = torch.tensor(1.0)
-        unused = dict.fromkeys(named(TO_Q["bare"], one), f"not the matrices of a whole {kind}")
-        assert read_lora(named(TO_Q["bare"], one) | other, model).unused == unused
+        with pytest.raises(ValueError, match=r"the Lo(Kr|Ha) of \S+ lacks a matrix, or has too many"):
+            read_lora(named(TO_Q["bare"], one) | named("blocks.1.self_attn.q.", kron), model)
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", "", "base_model.model."])
@@ -219,7 +216,7 @@ def test_what_is_not_used_is_named_key_by_key():
     of_image = {key: t for key, t in image.tensors.items() if "_img" in key or "img_emb" in key}
     odd = {
         "diffusion_model.blocks.0.ffn.7.diff": torch.ones(1),
-        "diffusion_model.head.head.lora_up.weight": torch.ones(64, 32),
+        "diffusion_model.head.head.alpha": torch.ones(()),
         "step": torch.ones(1),
     }
     lora = read_lora({**file.tensors, **of_image, **odd}, model)
@@ -227,10 +224,19 @@ def test_what_is_not_used_is_named_key_by_key():
     reasons = {
         **dict.fromkeys(of_image, "the model takes no image"),
         "diffusion_model.blocks.0.ffn.7.diff": "the model has no module of this name",
-        "diffusion_model.head.head.lora_up.weight": "the other matrix of its pair is missing",
+        "diffusion_model.head.head.alpha": "the module has no matrices",
         "step": "unknown kind of key",
     }
     assert lora.unused == reasons
+
+
+@pytest.mark.parametrize("missing", ["lora_down", "lora_up"])
+def test_half_a_pair_is_an_incomplete_file(missing):
+    file = lora_files.lightning(tiny_wan_transformer())
+    whole, key = dict(file.tensors), f"diffusion_model.blocks.1.ffn.0.{missing}.weight"
+    del whole[key]
+    with pytest.raises(ValueError, match=r"blocks\.1\.ffn\.0\.lora_\w+\.weight lacks the other matrix of its pair"):
+        read_lora(whole, file.model)
 
 
 PAIR = {"lora_down.weight": torch.ones(4, 128), "lora_up.weight": torch.ones(128, 4)}

@@ -205,6 +205,20 @@ def test_a_projection_of_another_shape_is_not_missing(tmp_path):
     assert "missing" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"heads": 3}, r"head\.modulation is \[1, 2, 192\], not \[1, 2, 128\]\. Give a file"),
+        ({"layers": 3}, "it has 3 blocks, the model 2"),
+        ({"layers": 1}, "it has 1 block, the model 2"),
+    ],
+)
+def test_a_model_of_another_size_is_one_sentence(tmp_path, other, message):
+    path = write(tmp_path, official_state_dict(tiny_wan_transformer(**other)), "safetensors")
+    with pytest.raises(ValueError, match=f"holds a model of another size than this WanTransformer3DModel: {message}"):
+        read(path, tiny_wan_transformer())
+
+
 def test_all_keys_are_listed_however_many(tmp_path):
     model = tiny_wan_transformer(layers=3)
     state_dict = official_state_dict(model, prefix="net.")

@@ -44,7 +44,9 @@ _OTHER_KINDS = {
     "a LoKr or LoHa in Tucker's form": re.compile(r"\.(lokr_t2|hada_t[12])(\.|$)"),
     "an OFT": re.compile(r"\.b?oft_"),
     "a LoCon of three matrices": re.compile(r"\.lora_mid\."),
-    "a LoRA in 8 bits with scales": re.compile(r"\.(lora_|lokr_|hada_|diff).*(scale_weight|weight_scale|comfy_quant)$"),
+    "a LoRA in 8 bits with scales": re.compile(
+        r"\.(lora_|lokr_|hada_|diff(_[bm])?\b).*(scale_weight|weight_scale|comfy_quant)$"
+    ),
 }
 _SHOWN = 4  # the number of keys that an error lists
 
@@ -213,14 +215,16 @@ class _Entry:
         return next(iter(self._parts.values()))[0]
 
     def _pair(self, config: PeftConfig) -> Pair | None:
-        given = [self._parts[part][0] for part in ("down", "up", "alpha", "up_bias") if part in self._parts]
-        if not given:
+        keys = {part: self._parts[part][0] for part in ("down", "up", "alpha", "up_bias") if part in self._parts}
+        if not keys:
             return None
         module = self._names.module(self._name)
-        whole = "down" in self._parts and "up" in self._parts
-        reason = self._names.why_absent(self._name) if module is None else "the other matrix of its pair is missing"
-        if module is None or not whole:
-            self._lora.unused.update(dict.fromkeys(given, reason))
+        if module is None or keys.keys() == {"alpha"}:  # beside a whole difference an alpha means nothing
+            reason = self._names.why_absent(self._name) if module is None else "the module has no matrices"
+            self._lora.unused.update(dict.fromkeys(keys.values(), reason))
+            return None
+        if not {"down", "up"} <= keys.keys():
+            self._misfits.append(f"{next(iter(keys.values()))} lacks the other matrix of its pair: it is incomplete")
             return None
         (down_key, down), (up_key, up) = self._parts["down"], self._parts["up"]
         target = self._names.modules[module]
@@ -241,13 +245,13 @@ class _Entry:
         parameter = self._names.parameter(self._name, "weight")
         product = product_of(kind, {part: matrix for part, (_, matrix) in own.items()})
         first, *_ = keys = [key for key, _ in own.values()]
-        if parameter is None or product is None:
+        if parameter is None:
             if "alpha" in self._parts and not self._parts.keys() & {"down", "up"}:
                 keys.append(self._parts["alpha"][0])
-            reason = self._names.why_absent(self._name) if parameter is None else f"not the matrices of a whole {kind}"
-            self._lora.unused.update(dict.fromkeys(keys, reason))
+            self._lora.unused.update(dict.fromkeys(keys, self._names.why_absent(self._name)))
             return
-        problem = product.why_not(*_sizes(self._names.owner(parameter)[0]))
+        outputs, inputs = _sizes(self._names.owner(parameter)[0])
+        problem = "lacks a matrix, or has too many" if product is None else product.why_not(outputs, inputs)
         if problem is not None:
             self._misfits.append(f"the {kind} of {first} {problem}")
             return

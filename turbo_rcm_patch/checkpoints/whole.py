@@ -10,6 +10,7 @@ patch_embedding.weight may be a linear's over patches, [C, c·t·h·w]. Every te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
+from ..wording import counted
 from .lazy import LazyTensor, Tensors
 from .names import PROJ_L, Names, modules_of, without_prefix
 from .scaled import FORMATS, PARTS, REMEDY, Scales, is_8_bits
@@ -50,7 +52,7 @@ class WholeModel:
         quantized: the parameters that the file has in 8 bits.
 
     Making one raises ValueError with all names that are missing, unexpected or of another shape, as the file spells
-    them. A quantised format that is not known raises ValueError with one sentence that names it.
+    them. A model of another size and a quantised format that is not known raise ValueError with one sentence.
     """
 
     def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, names: Names, *, partial: bool = False):
@@ -86,6 +88,14 @@ class WholeModel:
                 self.weights[name] = weight
         self.proj_l = _take_proj_l(tensors, found, model, names, problems)
         problems.unexpected += found.values()
+        reason = problems.misshapen[0] if 2 * len(problems.misshapen) > len(parameters) else None
+        if reason is None and not partial:
+            reason = _other_depth(model, names, every)
+        if reason is not None:
+            raise ValueError(
+                f"{self.source} holds a model of another size than this {type(model).__name__}: {reason}. Give a file "
+                "of the model's size, or load the model of the file's."
+            )
         refuse_companions(self.source, found, every, frozenset(map(without_prefix, problems.missing)))
         if problems.integers:
             key = problems.integers[0]
@@ -210,6 +220,14 @@ class _Problems:
         lines = self.lines()
         if lines:
             raise ValueError(f"{source} does not fit the {model}; give a file that does. {'; '.join(lines)}.")
+
+
+def _other_depth(model: nn.Module, names: Names, every: Set[str]) -> str | None:
+    """Return how many blocks a file has by all its names, and the model, or None if they have as many."""
+    numbered = re.compile(rf"{names.blocks}\.(\d+)\.")
+    numbers = (numbered.match(name) for name in every if not names.proj_l.match(name))
+    count, own = 1 + max((int(found[1]) for found in numbers if found), default=-1), len(getattr(model, names.blocks))
+    return None if count == own else f"it has {counted(count, 'block')}, the model {own}"
 
 
 def refuse_companions(

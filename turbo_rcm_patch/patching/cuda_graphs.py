@@ -93,6 +93,7 @@ class Graphs:
             if progress == SEEN:
                 self._record(key, function, inputs)
                 if not agree(int(self.failure is None)) and self.failure is None:
+                    self.clear()  # its own capture is whole, so its memory can go back
                     self._fail("recording failed on another GPU")
                 reason = self.failure
             if progress == UNABLE or reason is not None:

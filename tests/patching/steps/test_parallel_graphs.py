@@ -72,6 +72,16 @@ def test_torch_gets_its_function_back_with_the_last_graphs(monkeypatch):
     assert dist.destroy_process_group is original
 
 
+def test_a_recording_that_failed_elsewhere_gives_its_memory_back(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", TapeRecorder)
+    monkeypatch.setattr(TapeRecorder, "release", lambda self: released.append(self))
+    graphs, released = Graphs(), []
+    for _ in range(2):
+        graphs.run("key", torch.neg, [torch.ones(2)], lambda progress: 0 if progress == 1 and graphs.kept else progress)
+    assert graphs.failure == "recording failed on another GPU"
+    assert len(released) == 1
+
+
 def test_a_gpu_without_memory_for_a_recorder_still_tells_the_others(monkeypatch):
     """Else they wait for its answer after the recording."""
 

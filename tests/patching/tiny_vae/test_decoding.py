@@ -98,10 +98,11 @@ def test_its_frames_are_not_judged_by_the_pipelines_own_vae(tmp_path, judge):
         judge(pipe, tiny_call(output_type="np"))
 
 
-def test_latents_without_frames_are_refused(tmp_path):
-    vae = vae_for("taew2_1")
-    with trp.use_tiny_vae(vae, tiny_file(tmp_path)), pytest.raises(ValueError, match=r"\[2, 16, 3, 5\]; they must be"):
-        vae.decode(latents(vae)[1][:, :, 0])
+@pytest.mark.parametrize("shape", [[2, 16, 3, 5], [2, 16, 0, 3, 5], [2, 48, 1, 3, 5]])
+def test_latents_of_another_shape_are_refused(tmp_path, shape):
+    vae, message = vae_for("taew2_1"), re.escape(f"{shape}; they must be [B, 16, F, h, w]")
+    with trp.use_tiny_vae(vae, tiny_file(tmp_path)), pytest.raises(ValueError, match=message):
+        vae.decode(torch.zeros(shape))
 
 
 def test_it_computes_in_the_files_dtype_or_as_asked(tmp_path):
@@ -149,10 +150,10 @@ def test_a_file_that_does_not_fit_is_refused_by_what_it_has(tmp_path, file, erro
     assert vars(vae) == before
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "float16"])
 def test_a_dtype_that_no_convolution_has_is_refused(tmp_path, dtype):
     vae = vae_for("taew2_1")
-    with pytest.raises(ValueError, match="give float16, bfloat16, float32 or float64"):
+    with pytest.raises(ValueError, match=rf"dtype={dtype!r}; give one of torch\.float16, torch\.bfloat16"):
         trp.use_tiny_vae(vae, tiny_file(tmp_path), dtype=dtype)
     assert "decode" not in vars(vae)
 

@@ -225,6 +225,7 @@ def test_other_versions_and_models(stored, tmp_path):
 
 
 def test_folders_that_hold_nothing(stored, tmp_path):
+    assert "nowhere: no such file or folder" in refusal(tmp_path / "nowhere")
     assert "holds no transformer" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert f"has no {FILE}; write it with turbo-rcm convert" in refusal(tmp_path)

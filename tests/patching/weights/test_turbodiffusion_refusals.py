@@ -6,6 +6,7 @@ from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
+from tests import lora_files
 from tests.official_ltx2 import ltx2_state_dict
 from tests.official_names import official_state_dict
 from tests.oracle import same_tensors
@@ -39,6 +40,17 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(saved, change, opti
     assert before.keys() == model.state_dict().keys()
     assert same_tensors(model.state_dict(), before)
     assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_lora_is_no_whole_model(saved):
+    model = tiny_wan_transformer()
+    with pytest.raises(trp.PatchError, match="is a LoRA, not a whole model; load it with use_distilled"):
+        trp.load_turbodiffusion(saved(lora_files.lightx2v(model).tensors), model, attention="dense")
+
+
+def test_no_path_at_all():
+    with pytest.raises(TypeError, match="path=None; give the path of a file or a folder"):
+        trp.load_turbodiffusion(None, tiny_wan_transformer())
 
 
 def test_a_file_of_another_family_is_refused_and_nothing_is_changed(saved):

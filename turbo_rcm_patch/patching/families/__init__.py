@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from ...checkpoints.lazy import Tensors
+from ...checkpoints.lora import looks_like_lora
 from ...checkpoints.whole import WholeModel
 from ...plain import is_sharded, unsharded_class
 from ...wording import with_article
@@ -52,8 +53,12 @@ def model_in(source: Path, tensors: Tensors) -> nn.Module:
 
 
 def weights_in(source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False) -> WholeModel:
-    """Return a file's weights for a model (`WholeModel`). Raises ValueError also for a file of another family."""
+    """Return a file's weights for a model (`WholeModel`). Raises ValueError also for a LoRA and for another family."""
     names = family_of(model).names
+    if looks_like_lora(tensors):
+        raise ValueError(
+            f"{source} is a LoRA, not a whole model; load it with use_distilled or with pipe.load_lora_weights."
+        )
     if not names.fit(tensors):
         other = next((f"weights of {f.names.title}" for f in FAMILIES if f.names.fit(tensors)), "no transformer")
         raise ValueError(

@@ -56,6 +56,8 @@ def check_experts(pipe: DiffusionPipeline, timesteps: Sequence[float], boundary_
     boundary = 0 if boundary_ratio is None else boundary_ratio * train_timesteps(pipe)
     for timestep in timesteps:
         name, noise = ("transformer", "high") if timestep >= boundary else ("transformer_2", "low")
+        if getattr(pipe, name, None) is None and boundary_ratio is None:
+            raise ValueError(f"this {type(pipe).__name__} has no {name}; load it with its {name}.")
         if getattr(pipe, name, None) is None:
             low_only = "; for all steps by transformer_2, call pipe.register_to_config(boundary_ratio=1.001)"
             raise ValueError(

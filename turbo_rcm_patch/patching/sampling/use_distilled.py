@@ -133,7 +133,7 @@ def _scales(scale: object, experts: int) -> list[float]:
     accepted = "a number, 1 for the LoRA as it was trained" + (", or a pair (high, low) of numbers" * (experts == 2))
     pair = isinstance(scale, Sequence) and not isinstance(scale, str)
     scales = list(scale) if pair else [scale] * experts
-    if not all(isinstance(one, numbers.Real) for one in scales):
+    if not all(isinstance(one, numbers.Real) and not isinstance(one, bool) for one in scales):
         raise TypeError(f"scale={scale!r}; give {accepted}.")
     if len(scales) != experts or not all(map(math.isfinite, scales)):
         raise ValueError(f"scale={scale!r}; give {accepted.replace('a number', 'a finite number')}.")

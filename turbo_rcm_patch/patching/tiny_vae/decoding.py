@@ -74,11 +74,14 @@ def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None 
         dtype: what the network computes in. Default: the dtype of the file's weights, float16 as published.
 
     Raises:
+        TypeError: the file is no path.
         ValueError: the file cannot be read, has another layout or weights in 8 bits, or is for other latents than the
             VAE's; or no network computes in the dtype.
         PatchError: the target has no such VAE, or has a tiny VAE already, or its ``decode`` was replaced.
     """
     vae = _vae_of(target)
+    if not isinstance(file, (str, Path)):
+        raise TypeError(f"file={file!r}; give the path of a tiny VAE, such as 'taew2_1.safetensors'.")
     file = Path(file).expanduser()
     if file.name.lower().startswith(OTHERS):
         raise ValueError(f"{file.name} is for other latents than Wan's and Qwen-Image's; give taew2_1 or taew2_2.")
@@ -94,9 +97,7 @@ def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None 
     load(network, weights)
     dtype = dtype or next(network.parameters()).dtype
     if dtype not in DTYPES:
-        raise ValueError(
-            f"a tiny VAE does not compute in {_name_of(dtype)}; give float16, bfloat16, float32 or float64."
-        )
+        raise ValueError(f"dtype={dtype!r}; give one of {', '.join(map(str, DTYPES))}.")
     network.requires_grad_(False).eval().to(dtype=dtype, memory_format=torch.channels_last)
     vars(vae)[_NETWORK] = network  # not a submodule: the VAE's state_dict stays the same
     vars(vae)["decode"] = partial(decode, vae)  # unlike a method, it can be pickled
@@ -141,8 +142,8 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
 
     z: [B, z_dim, F, h, w] -> the sample [B, 3, 1 + 4 (F - 1), H, W] in [-1, 1], in z's dtype.
     """
-    if z.dim() != 5:
-        raise ValueError(f"the latents have shape {list(z.shape)}; they must be [B, z_dim, F, h, w].")
+    if z.dim() != 5 or z.shape[1] != self.config.z_dim or z.shape[2] == 0:
+        raise ValueError(f"the latents have shape {list(z.shape)}; they must be [B, {self.config.z_dim}, F, h, w].")
     network: TinyDecoder = vars(self)[_NETWORK].to(z.device)
     dtype = next(network.parameters()).dtype
     mean, deviation = (

@@ -104,6 +104,8 @@ def load_converted(
 
 def component_folders(folder: Path) -> dict[str, Path]:
     """Return the folders of transformers by their names in a pipeline; "" for the folder of one alone."""
+    if not folder.exists():
+        raise ValueError(f"{folder}: no such file or folder; give the folder of a transformer or of a pipeline.")
     if (folder / "config.json").is_file():
         return {"": folder}
     found = {name: folder / name for name in COMPONENTS if (folder / name / "config.json").is_file()}

@@ -166,6 +166,8 @@ def _config_for(
 @contextmanager
 def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> Iterator[dict[str, WholeModel]]:
     """Return the files for the models by the models' names. Raises PatchError if they do not fit."""
+    if not isinstance(path, (str, Path, Sequence)):
+        raise TypeError(f"path={path!r}; give the path of a file or a folder, or a pair (high, low) of them.")
     given = [path] if isinstance(path, (str, Path)) else path
     paths = [part for each in given for part in _transformers_in(each)]
     if len(paths) != len(models):

@@ -291,7 +291,7 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
 
 
 def weights_bytes(network: nn.Module, in_8_bits: bool = False) -> int:
-    """Return the bytes of the weights that an encode or a decode makes and keeps: small ones packed, those in 8 bits."""
+    """Return the bytes of the weights that an encode or a decode makes: small ones packed, and those in 8 bits."""
     sizes = (conv.weight.nbytes for conv in network.modules() if isinstance(conv, (nn.Conv2d, nn.Conv3d)))
     of_8_bits = (conv.weight.numel() for conv in (_convolutions_8bit(network) if in_8_bits else ()))
     return sum(size for size in sizes if size <= SMALL) + sum(of_8_bits)
