@@ -36,6 +36,8 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from turbo_rcm_patch.patching import use_rcm
+
 HEIGHT, WIDTH, FRAMES = 32, 48, 5  # latents [16, 2, 4, 6]: 12 tokens
 TEXT_DIM, IMAGE_DIM, Z_DIM = 32, 4, 16
 I2V_TEXT_TOKENS = 512  # WanAttention with added K/V takes the last 512 context tokens as the text
@@ -129,6 +131,13 @@ def tiny_wan_pipeline(variant="t2v", dtype=torch.float32, *, seed=0, **transform
             )
         )
     raise ValueError(f"unknown variant {variant!r}")
+
+
+def rcm_pipeline(variant="t2v", dtype=torch.float32, **transformer_overrides):
+    """A pipeline of the given variant that samples as rCM does."""
+    pipe = tiny_wan_pipeline(variant, dtype, **transformer_overrides)
+    use_rcm(pipe)
+    return pipe
 
 
 def tiny_call(variant="t2v", **overrides):

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from tests.bench.damage import damage_block
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench.cases import build_pipeline
@@ -30,9 +30,7 @@ LATENTS = torch.ones(1, 16, 1, 1, 1)  # of generations that are not run
 
 @pytest.fixture
 def pipe():
-    pipe = tiny_wan_pipeline()
-    use_rcm(pipe)
-    return pipe
+    return rcm_pipeline()
 
 
 def test_variants_share_the_seed_and_agree(pipe):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.bench.damage import damage_block
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch.bench import evaluate as module
 from turbo_rcm_patch.bench.coding import without_tf32
 from turbo_rcm_patch.bench.evaluate import (
@@ -26,7 +26,6 @@ from turbo_rcm_patch.bench.evaluate import (
 )
 from turbo_rcm_patch.bench.report import evaluation_table
 from turbo_rcm_patch.config import BlockSparse, Exact, Quantized, Sparse
-from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.shapes.grammar import fill_open, is_held_out, parse_caption
 from turbo_rcm_patch.shapes.judge import SCORED, score
 from turbo_rcm_patch.shapes.render import FRAMES, HEIGHT, WIDTH, render
@@ -384,16 +383,12 @@ def test_a_question_that_was_not_asked_is_a_dash(monkeypatch):
 
 @pytest.fixture
 def tiny():
-    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
-    with use_rcm(pipe):
-        yield pipe
+    return rcm_pipeline(dtype=torch.bfloat16)
 
 
 @pytest.fixture
 def reference():
-    pipe = tiny_wan_pipeline()
-    with use_rcm(pipe):
-        yield pipe
+    return rcm_pipeline()
 
 
 def test_a_real_pipeline_is_left_as_it_was(tiny, reference):

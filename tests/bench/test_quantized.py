@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.patching.launches import around_launches
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.parts import PV, QK, SUB_LAYERS
 from turbo_rcm_patch.bench.report import comparison_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import Quantized
-from turbo_rcm_patch.patching import patch, use_rcm
+from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.steps import in_8_bits
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
@@ -30,12 +30,6 @@ VARIANTS_AND_DTYPES = [
     ("ti2v", torch.bfloat16),
     ("wan22", torch.float32),
 ]
-
-
-def rcm_pipeline(variant="t2v", dtype=torch.float32):
-    pipe = tiny_wan_pipeline(variant, dtype)
-    use_rcm(pipe)
-    return pipe
 
 
 def call(variant="t2v", **overrides):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.patching.launches import around_launches
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.oracle import class_copy
@@ -13,7 +13,7 @@ from turbo_rcm_patch.bench.parts import CHOICE, PV, QK, SPARSE_ATTENTION, SUB_LA
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import Sparse
-from turbo_rcm_patch.patching import PatchError, patch, use_rcm
+from turbo_rcm_patch.patching import PatchError, patch
 from turbo_rcm_patch.tiers import EXACT, SPARSE
 
 SAGE = Sparse(topk=0.7, blocks=(5, 4), vae=False)  # 12 tokens: 2 of 3 key blocks
@@ -21,13 +21,12 @@ SLA = Sparse(topk=0.7, blocks=(5, 4), quantize=(), vae=False)
 
 
 def sparse_pipeline(variant="t2v", dtype=torch.float32):
-    pipe = tiny_wan_pipeline(variant, dtype)
+    pipe = rcm_pipeline(variant, dtype)
     torch.manual_seed(7)
     for model in filter(None, (pipe.transformer, getattr(pipe, "transformer_2", None))):
         for block in model.blocks:
             size = model.config.attention_head_dim
             block.attn1.proj_l = nn.Linear(size, size, dtype=dtype)
-    use_rcm(pipe)
     return pipe
 
 
@@ -139,7 +138,6 @@ def test_compare_shows_the_same_weights_dense_and_sparse():
 
 @pytest.mark.parametrize("run", [verify, compare])
 def test_a_model_without_projections_is_refused_by_what_it_needs(run):
-    pipe = tiny_wan_pipeline()
-    use_rcm(pipe)
+    pipe = rcm_pipeline()
     with pytest.raises(PatchError, match=r"has no proj_l, .*trp\.load_turbodiffusion"):
         run(pipe, call(), config="sparse")

@@ -7,7 +7,7 @@ import torch
 from tests.bench.damage import damage_block
 from tests.oracle import relative_error, torch_device
 from tests.tiny_families import tiny_family_transformer
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.cases import build_pipeline, structured_inputs
 from turbo_rcm_patch.bench.oracle import run_oracle
@@ -26,12 +26,6 @@ VARIANTS_AND_DTYPES = [
     ("wan22", torch.bfloat16),
 ]
 BLOCKS = Exact(vae=False)  # blocks alone are checked
-
-
-def rcm_pipeline(variant="t2v", dtype=torch.float32):
-    pipe = tiny_wan_pipeline(variant, dtype)
-    use_rcm(pipe)
-    return pipe
 
 
 def call(variant="t2v", **overrides):

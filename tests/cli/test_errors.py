@@ -68,16 +68,21 @@ def test_wrong_models_fail_before_anything_is_loaded(capsys, monkeypatch, saved_
     assert message in error_of(capsys, "verify", "--model", saved_models / model, *TINY)
 
 
-def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+def folder_of(path, **transformer):
+    """Write the folder of a model whose VAE compresses 16 times in space and 8 times in time. Return its path."""
     for name, content in {
         "model_index.json": {"_class_name": "WanPipeline"},
         "vae/config.json": {"scale_factor_spatial": 16, "scale_factor_temporal": 8},
-        "transformer/config.json": {"patch_size": [1, 2, 4]},
+        "transformer/config.json": transformer,
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
-    model = ["verify", "--model", tmp_path]
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(json.dumps(content))
+    return path
+
+
+def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+    model = ["verify", "--model", folder_of(tmp_path, patch_size=[1, 2, 4])]
     assert "--height 48 is not divisible by 32" in error_of(capsys, *model, "--height", "48")
     assert "--width 96 is not divisible by 64" in error_of(capsys, *model, "--width", "96")
     assert "--frames 13 is not 8k+1" in error_of(capsys, *model, "--frames", "13")
@@ -85,14 +90,7 @@ def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
 
 def test_the_largest_size_follows_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(commands, "run", lambda arguments: 0)
-    for name, content in {
-        "model_index.json": {"_class_name": "WanPipeline"},
-        "vae/config.json": {"scale_factor_spatial": 16, "scale_factor_temporal": 8},
-        "transformer/config.json": {"patch_size": [2, 2, 1], "rope_max_seq_len": 9},
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
-    model = ["verify", "--model", tmp_path]
+    model = ["verify", "--model", folder_of(tmp_path, patch_size=[2, 2, 1], rope_max_seq_len=9)]
     for option, largest, next_one in (("--height", 288, 320), ("--width", 144, 160), ("--frames", 137, 145)):
         assert main(list(map(str, [*model, option, largest]))) == 0
         message = error_of(capsys, *model, option, next_one)
@@ -325,12 +323,8 @@ def test_an_ffmpeg_that_does_not_run_is_found_before_generating(tmp_path, capsys
 
 
 def test_a_malformed_patch_size_is_named(tmp_path, capsys):
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    (tmp_path / "transformer/config.json").write_text('{"patch_size": [2, 2]}')
-    assert "patch_size [2, 2]" in error_of(
-        capsys, "generate", CAPTION, "-o", tmp_path / "circle.mp4", "--model", tmp_path
-    )
+    model = folder_of(tmp_path, patch_size=[2, 2])
+    assert "patch_size [2, 2]" in error_of(capsys, "verify", "--model", model)
 
 
 def test_an_image_for_a_text_to_video_model_is_refused(capsys, monkeypatch, saved_models):

@@ -118,14 +118,6 @@ def test_generate_and_compare_with_a_vae_in_8_bits(tmp_path, capsys, saved_model
         assert f"leave it or {other[0]} out" in capsys.readouterr().err
 
 
-def test_generate_from_an_image(tmp_path, saved_models):
-    image, output = tmp_path / "first.png", tmp_path / "out.mp4"
-    iio.imwrite(image, np.full((32, 48, 3), 90, dtype=np.uint8))
-    model = ["--model", str(saved_models / "i2v"), "--image", str(image)]
-    assert main(["generate", "a fox", "-o", str(output), *model, *TINY]) == 0
-    assert iio.imread(output).shape == (5, 32, 48, 3)
-
-
 @pytest.mark.parametrize("command", ["generate", "compare", "verify"])
 def test_a_prompt_outside_the_grammar_is_warned_about(tmp_path, capsys, monkeypatch, command):
     """The warning comes before the command does its work."""

@@ -5,7 +5,7 @@ import pytest
 from scripts.benchmarks import measure_block_sparsity
 from scripts.tools.pages.block_sparsity import block_sparsity_page
 from tests.patching.launches import around_launches
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.bench.parts import LEFT_OUT, PV, QK
@@ -13,15 +13,8 @@ from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.variants import DENSE_PATCH, PATCHED, single_process
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import BlockSparse, Quantized, resolve_config
-from turbo_rcm_patch.patching import use_rcm
 
 OPTIONS = {"quantize": (), "min_tokens": 0, "blocks": (4, 4)}
-
-
-def pipeline():
-    pipe = tiny_wan_pipeline()
-    use_rcm(pipe)
-    return pipe
 
 
 @pytest.fixture
@@ -42,7 +35,7 @@ def ops(monkeypatch):
 
 def test_verify_says_what_every_block_keeps(ops):
     call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
-    verification = verify(pipeline(), call, config=BlockSparse(**OPTIONS, mass=0.3))
+    verification = verify(rcm_pipeline(), call, config=BlockSparse(**OPTIONS, mass=0.3))
     assert [(one.block, one.step) for one in verification.kept] == [(f"transformer.blocks.{i}", 1) for i in range(2)]
     assert [one.share for one in verification.kept] == pytest.approx(ops[::3])  # then the parts run it twice more
     assert all(0 < one.share < 1 for one in verification.kept)
@@ -54,11 +47,11 @@ def test_verify_says_what_every_block_keeps(ops):
 
 def test_verify_of_all_of_the_mass_and_of_exact_layers():
     call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
-    verification = verify(pipeline(), call, config=BlockSparse(**OPTIONS, mass=1.0))
+    verification = verify(rcm_pipeline(), call, config=BlockSparse(**OPTIONS, mass=1.0))
     assert verification.ok, verification_table(verification)
     assert [one.share for one in verification.kept] == [1.0, 1.0]
     assert max(part.error for part in verification.parts) <= 1e-4
-    verification = verify(pipeline(), call, config=BlockSparse(**OPTIONS, mass=0.3, exact_layers=(0, 1)))
+    verification = verify(rcm_pipeline(), call, config=BlockSparse(**OPTIONS, mass=0.3, exact_layers=(0, 1)))
     assert [one.share < 1 for one in verification.kept] == [True, False]
 
 
@@ -68,7 +61,7 @@ def test_verify_measures_the_attention_that_runs(quantize):
     errors = []
     for mass in (1.0, 0.3):
         config = BlockSparse(**{**OPTIONS, "quantize": quantize}, mass=mass, exact_layers=(0, 1))
-        parts = verify(pipeline(), call, config=config).parts
+        parts = verify(rcm_pipeline(), call, config=config).parts
         sparse, dense = ({part.part: part.error for part in parts if part.block.endswith(end)} for end in ("0", "1"))
         assert not {QK, PV} & set(sparse)
         assert LEFT_OUT not in dense
@@ -81,7 +74,7 @@ def test_the_script_measures_every_layer_at_the_first_and_last_step(monkeypatch)
     call = tiny_call(guidance_scale=1.0)
     monkeypatch.setattr(script, "EMBEDDED_CALL", {name: call[name] for name in ("height", "width", "num_frames")})
     monkeypatch.setattr(script, "BLOCKS", (4, 4))
-    pipe = pipeline()
+    pipe = rcm_pipeline()
     few, dense, last = (
         list(script.layers_at(pipe, script.config_of(*of), 0)) for of in ((0.3,), (1.0,), (0.3, (1, 0)))
     )
@@ -140,7 +133,7 @@ def test_the_page_shows_how_fast_each_mass_is_where_it_was_timed():
 
 
 def test_beside_it_runs_the_patch_whose_attention_is_dense():
-    pipe = tiny_wan_pipeline()
+    pipe = rcm_pipeline()
     switches = single_process(pipe, resolve_config("block_sparse"), with_compile=False).switches
     assert list(switches)[-2:] == [DENSE_PATCH, PATCHED]
     with switches[DENSE_PATCH]() as applied:

@@ -1,5 +1,3 @@
-import random
-
 import torch
 from diffusers import WanTransformer3DModel
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +19,7 @@ from scripts.training.embedded.text import embed
 from tests.tiny_wan import PIPELINE_TEXT_TOKENS
 from turbo_rcm_patch.embedded import WEIGHTS
 from turbo_rcm_patch.shapes import render
-from turbo_rcm_patch.shapes.grammar import BACKGROUNDS, draw_scene, is_held_out, parse_caption
+from turbo_rcm_patch.shapes.grammar import BACKGROUNDS, is_held_out, parse_caption
 
 CPU = torch.device("cpu")
 
@@ -31,15 +29,6 @@ def test_the_tokenizer_is_the_one_that_ships():
     assert train_tokenizer().get_vocab() == shipped.get_vocab()
     caption = "A Red circle, moves up; quickly on WHITE!"
     assert train_tokenizer()(caption).input_ids == shipped(caption).input_ids
-
-
-def test_the_tokenizer_knows_held_out_captions_and_ignores_case_and_punctuation():
-    tokenizer, generator = train_tokenizer(), random.Random(1)
-    for _ in range(50):
-        caption = str(draw_scene(generator, held_out=True))
-        assert tokenizer.unk_token_id not in tokenizer(caption).input_ids
-        assert tokenizer(f"{caption.upper()}!").input_ids == tokenizer(caption.replace(",", "")).input_ids
-    assert tokenizer.unk_token_id in tokenizer("a red fox").input_ids
 
 
 def test_videos_are_seeded_and_show_no_held_out_triple(monkeypatch):
