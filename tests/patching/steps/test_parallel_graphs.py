@@ -6,13 +6,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig, WanTransformer3DModel
+from diffusers import ContextParallelConfig
 from diffusers.models._modeling_parallel import ParallelConfig
 
 import turbo_rcm_patch as trp
 from tests.patching.tape import TapeRecorder
 from turbo_rcm_patch.patching import cuda_graphs
 from turbo_rcm_patch.patching.cuda_graphs import Graphs
+from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.wan.graph import GRAPHED
 from turbo_rcm_patch.patching.steps.context_parallel import _forget_at_exit as forget_at_exit
 from turbo_rcm_patch.patching.steps.context_parallel import forget_graphs, prepare_graphs
@@ -117,10 +118,32 @@ def test_nccl_registers_no_buffers_while_it_records(monkeypatch):
     ],
 )
 def test_steps_that_are_recorded_at_the_size_of_wan_1_3b(frames, ranks, config, is_recorded):
+    latents = torch.empty(1, 16, frames, 60, 104, device="meta")
+    assert GRAPHED.is_large(parallel_case("wan2.1-1.3b", ranks), (latents, torch.empty(1)), config) != is_recorded
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "is_recorded"),
+    [
+        (2, trp.Quantized(), False),
+        (4, trp.Exact(), False),
+        (2, trp.Sparse(), False),
+        (4, trp.Sparse(), True),
+    ],
+)
+def test_steps_that_are_recorded_at_the_size_of_ti2v_5b(ranks, config, is_recorded):
+    """In a graph every token has its own timestep, and the gated projections lose their faster kernel."""
+    latents = torch.empty(1, 48, 31, 44, 80, device="meta")  # 121 frames at 1280×704
+    timestep = torch.empty(1, 31 * 22 * 40 // ranks, device="meta")
+    assert GRAPHED.is_large(parallel_case("wan2.2-5b", ranks), (latents, timestep), config) != is_recorded
+
+
+def parallel_case(name, ranks):
+    """One block of a case's transformer without values, on so many GPUs."""
+    case = CASES[name]
     with torch.device("meta"):
-        model = WanTransformer3DModel(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, num_layers=1)
-        latents = torch.empty(1, 16, frames, 60, 104)
+        model = case.transformer_class(**{**case.transformer, "num_layers": 1})
     if ranks > 1:
         degrees = ContextParallelConfig(ulysses_degree=ranks)
         model._parallel_config = ParallelConfig(context_parallel_config=degrees)
-    assert GRAPHED.is_large(model, (latents,), config) != is_recorded
+    return model

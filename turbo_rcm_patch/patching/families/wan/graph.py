@@ -22,7 +22,8 @@ from .repeatable import why_not_repeatable
 # Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time). In this time the GPU does
 # 1.6e12 FLOP of a bf16 block, or 3.3e12 of one in 8 bits, which count half. The rest is for slower hosts.
 MOST_FLOPS_PER_BLOCK = 2e12
-# Under context parallelism all GPUs wait in each block for the slowest host, and collectives are launched too.
+# Under context parallelism all GPUs wait in each block for the slowest host, and collectives are launched too. It does
+# not count for timesteps per token: in a graph every token has its own row of modulation, which sm_90's GEMM refuses.
 FACTOR_IN_PARALLEL = 3
 
 WAN_BLOCK = wan_block(WanAttention)
@@ -58,12 +59,14 @@ def _compute(transformer: WanTransformer3DModel, _options: tuple, *inputs: torch
 
 
 def _is_large(transformer: WanTransformer3DModel, inputs: Inputs, config: PatchConfig) -> bool:
+    latents, timestep, *_ = inputs
     ranks = ranks_of(transformer._parallel_config)
-    return is_more(flops_per_block(transformer, inputs[0], config) / ranks, MOST_FLOPS_PER_BLOCK, ranks)
+    flops = flops_per_block(transformer, latents, config) / ranks
+    return is_more(flops, MOST_FLOPS_PER_BLOCK, 1 if timestep.ndim == 2 else ranks)
 
 
 def is_more(flops: float, most: float, ranks: int) -> bool:
-    """True if a GPU's FLOPs in a block are more than it pays to record. ranks: the GPUs that share the tokens."""
+    """True if a GPU's FLOPs in a block are more than it pays to record. ranks: the GPUs that share the tokens, or 1."""
     return flops > most * (FACTOR_IN_PARALLEL if ranks > 1 else 1)
 
 
