@@ -12,12 +12,13 @@ from triton import knobs
 from triton.runtime import JITFunction
 
 import turbo_rcm_patch as trp
+from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import dispatch
 from turbo_rcm_patch.kernels.linear import gemm_sm90
 from turbo_rcm_patch.kernels.linear.spec import why_linear
-from turbo_rcm_patch.patching.families.wan import forward as block_module
+from turbo_rcm_patch.patching.families import ahead
 
 REAL = kernels.compile_ahead
 
@@ -32,7 +33,7 @@ def compiled_ahead(monkeypatch):
         REAL(run)
 
     monkeypatch.setattr(kernels, "compile_ahead", compile_ahead)
-    monkeypatch.setattr(block_module, "_launches_kernels", lambda config, x: config.implementation != "torch")
+    monkeypatch.setattr(ahead, "_launches_kernels", lambda config, x: config.implementation != "torch")
     return runs
 
 
@@ -49,10 +50,21 @@ def test_the_first_block_of_the_first_call_alone_and_with_the_same_result(compil
     with_it = outputs_of_calls(model, inputs, config)
     assert len(compiled_ahead) == 1
     with pytest.MonkeyPatch.context() as without:
-        without.setattr(block_module, "_launches_kernels", lambda config, x: False)
+        without.setattr(ahead, "_launches_kernels", lambda config, x: False)
         without_it = outputs_of_calls(model, inputs, config)
     assert len(compiled_ahead) == 1
     assert all(torch.equal(a, b) for a, b in zip(with_it, without_it, strict=True))
+
+
+@pytest.mark.parametrize("preset", ["exact", "sparse"])
+def test_ltx2(compiled_ahead, preset):
+    """Its blocks get more tensors than Wan's, and give two."""
+    model = tiny_family_transformer("ltx2")
+    inputs = tiny_family_inputs("ltx2", model)
+    with torch.no_grad(), trp.patch(model, preset):
+        first, second = (model(**inputs) for _ in range(2))
+    assert len(compiled_ahead) == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_a_first_call_under_autograd_or_autocast_leaves_it_to_the_next(compiled_ahead):

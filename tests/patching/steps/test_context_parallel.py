@@ -22,7 +22,7 @@ from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
 from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import reference
 from turbo_rcm_patch.kernels.launch import recorded, recording
-from turbo_rcm_patch.patching.families.wan import forward
+from turbo_rcm_patch.patching.families import ahead
 from turbo_rcm_patch.patching.steps.context_parallel import ulysses_attention, why_not_between_all_to_alls
 
 ULYSSES, RING = {"ulysses_degree": RANKS}, {"ring_degree": RANKS}
@@ -133,7 +133,7 @@ def run_model(name):
     if when == "before":
         model.enable_parallelism(config=parallel_config(**degrees))
     with torch.no_grad(), Recorded() as queries, pytest.MonkeyPatch.context() as as_on_a_gpu:
-        as_on_a_gpu.setattr(forward, "_launches_kernels", lambda *_: dist.get_rank() == 0)
+        as_on_a_gpu.setattr(ahead, "_launches_kernels", lambda *_: dist.get_rank() == 0)
         output, summary = model(**inputs)[0], patch.summary()
         patch.restore()
         return output, summary, queries.shapes, model(**inputs)[0]

@@ -3,7 +3,7 @@
 call.py: kinds of calls. block.py, attentions.py: how the steps of a block are decided. sub_layers.py: its plan and how
 that runs. forward.py: the forwards of blocks.
 modulation.py: what the timestep changes. rope.py: RoPE tables of both layouts. masks.py: masks of prompts.
-graph.py: the model's forward as a CUDA graph.
+graph.py: the model's forward as a CUDA graph. repeatable.py: the modules that it may replay.
 measured.py: what `verify` measures. sizes.py, cases.py: sizes of tensors and checkpoints.
 names.py: the authors' names. from_files.py: the model that a file with these names is for.
 random_weights.py, connector_free.py: for models with random weights.

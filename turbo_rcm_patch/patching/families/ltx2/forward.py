@@ -12,9 +12,11 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerB
 from ....plain import is_autocast
 from ...steps.plan import Stream, call_of, state_of
 from ...steps.residual import warn_of_saturation
+from ..ahead import compile_ahead, is_due
 from .block import decide
 from .call import NEEDS_PERTURBATION, LTX2Call, Prompt
 from .modulation import prompt_rows, rows_between_streams, stream_rows
+from .repeatable import why_not_repeatable
 from .rope import tables_of, why_not_read
 from .sub_layers import NO_MODULATION, SUB_LAYERS, Given, Inputs, Modulation, Rotary
 
@@ -129,6 +131,9 @@ def run_block(block: LTX2VideoTransformerBlock, given: Arguments, inputs: Inputs
     """Run a block by its plan."""
     state = state_of(block)
     plan = state.plans.get(block, _call_of(block, given, inputs), partial(decide, state.kind))
+    if is_due(state.shared):
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        compile_ahead(state.shared, block, partial(plan.run, inputs), tensors, why_not_repeatable)
     if torch.compiler.is_compiling():
         return plan.run(inputs)
     with state.shared.saturation.listening():

@@ -8,31 +8,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from diffusers.models.embeddings import PixArtAlphaCombinedTimestepSizeEmbeddings
-from diffusers.models.normalization import RMSNorm
-from diffusers.models.transformers.transformer_ltx2 import (
-    AudioVisualModelOutput,
-    LTX2AdaLayerNormSingle,
-    LTX2AudioVideoRotaryPosEmbed,
-    LTX2VideoTransformer3DModel,
-    LTX2VideoTransformerBlock,
-)
-from torch import nn
+from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutput, LTX2VideoTransformer3DModel
 
 from ....config import PatchConfig
 from ...cuda_graphs import Inputs
 from ...steps.context_parallel import ranks_of
 from ..family import graph_of
 from ..graphs import Graphed
-from ..repeatable import why_not_repeatable, why_not_repeatable_attention
 from ..wan.graph import MOST_FLOPS_PER_BLOCK as MOST_OF_WAN
 from ..wan.graph import flops_of, is_more
-from .attentions import why_not_fused_attention
-from .call import TOPK, LTX2Block
+from .call import TOPK
 from .masks import leave_out_masks
+from .repeatable import why_not_repeatable
 
 MOST_FLOPS_PER_BLOCK = 3 * MOST_OF_WAN  # launching takes three times as long
 
@@ -47,17 +37,6 @@ REFUSED = {
     "spatio_temporal_guidance_blocks": "perturbed attention",  # which waits for the GPU to tell its mask's values
     "perturbation_mask": "perturbed attention",
 }
-_KNOWN = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    LTX2AdaLayerNormSingle,
-    LTX2AudioVideoRotaryPosEmbed,
-    LTX2VideoTransformer3DModel,
-    LTX2VideoTransformerBlock,
-    PixArtAlphaCombinedTimestepSizeEmbeddings,
-    RMSNorm,
-    LTX2Block().attention_class,
-)
 _SIGNATURE = inspect.signature(LTX2VideoTransformer3DModel.forward)
 
 
@@ -122,12 +101,4 @@ def flops_per_block(
     return flops_of(batch, (tokens, tokens * ranks), linears, dim, config, TOPK)
 
 
-def _why_not_repeatable(module: nn.Module, device: torch.device, forward: Callable | None) -> str | None:
-    kind = LTX2Block()
-    reason = why_not_repeatable(module, device, _KNOWN, forward)
-    if reason is None and type(module) is kind.attention_class:
-        reason = why_not_fused_attention(module, kind) or why_not_repeatable_attention(module)
-    return reason
-
-
-GRAPHED = Graphed("proj_in", _compute, _is_large, _why_not_repeatable)
+GRAPHED = Graphed("proj_in", _compute, _is_large, why_not_repeatable)

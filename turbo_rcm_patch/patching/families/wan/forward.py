@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from .... import kernels
-from ....config import PatchConfig
 from ....plain import is_autocast
-from ...cuda_graphs import why_not_recorded
-from ...steps.plan import BlockState, Stream, call_of, state_of
+from ...steps.plan import Stream, call_of, state_of
 from ...steps.residual import warn_of_saturation
+from ..ahead import compile_ahead, is_due
 from .block import WanBlock, WanCall, decide
 from .modulation import gate_varies_by, modulation
 from .repeatable import why_not_repeatable
@@ -61,31 +60,12 @@ def run_block(block: nn.Module, inputs: Inputs, own: Callable[..., BlockPlan] | 
     call = call_of(state, block, x, context, shift)
     call = WanCall(call, stream, *context.shape[:2], reason, skipped, image_tokens)
     plan = state.plans.get(block, call, partial(own or decide, kind))
-    if _may_compile_ahead(state, rotary, x, context):
-        state.shared.compiles_ahead = False
-        if _may_run_ahead(block, kind, x.device):
-            kernels.compile_ahead(lambda: plan.run(*inputs))
+    if is_due(state.shared):
+        tensors = x, context, *kind.angles(rotary)
+        compile_ahead(state.shared, block, partial(plan.run, *inputs), tensors, partial(why_not_repeatable, kind=kind))
     if torch.compiler.is_compiling():
         return plan.run(*inputs)
     with state.shared.saturation.listening():
         out = plan.run(*inputs)
     warn_of_saturation(state.shared)
     return out
-
-
-def _may_compile_ahead(state: BlockState, rotary: object, *inputs: torch.Tensor) -> bool:
-    """True if this is the first call that launches GPU kernels, and nothing around it observes or records it."""
-    if torch.compiler.is_compiling() or not state.shared.compiles_ahead:
-        return False
-    inputs = *inputs, *state.kind.angles(rotary)
-    return _launches_kernels(state.shared.config, inputs[0]) and why_not_recorded(inputs) is None
-
-
-def _launches_kernels(config: PatchConfig, x: torch.Tensor) -> bool:
-    return x.is_cuda and config.implementation != "torch" and kernels.why_not_triton_on(x.device, x.dtype) is None
-
-
-def _may_run_ahead(block: nn.Module, kind: WanBlock, device: torch.device) -> bool:
-    """True if an extra run of the block has no visible effect. If not, each kernel is compiled at its first launch."""
-    parts = (module for module in block.modules() if module is not block)
-    return not any(why_not_repeatable(part, device, kind) for part in parts)
