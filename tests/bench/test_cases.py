@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 import torch
 
+from turbo_rcm_patch.bench import cases
 from turbo_rcm_patch.bench.cases import (
     OUTLIER,
     OUTLIER_CHANNELS,
@@ -169,3 +172,14 @@ def test_projections_make_a_model_sparse():
     assert not torch.equal(*weights[0][:2])
     with patch(pipes[0].transformer, PRESETS["sparse"]):
         assert all(is_sparse(block.attn1) for block in pipes[0].transformer.blocks)
+
+
+def test_a_transformer_is_cast_before_other_models_are_built(monkeypatch):
+    """Else LTX-2 in fp32 and its VAE do not fit on a GPU of 80 GB."""
+    case, seen = CASES["tiny"], []
+    cast = cases.cast_as_loaded
+    monkeypatch.setattr(cases, "cast_as_loaded", lambda *args: seen.append("cast") or cast(*args))
+    vae = lambda **options: seen.append("a VAE") or case.vae_class(**options)  # noqa: E731
+    pipe = build_pipeline(dataclasses.replace(case, vae_class=vae), torch.bfloat16, torch.device("cpu"))
+    assert seen == ["cast", "a VAE", "cast"]
+    assert pipe.transformer.dtype == pipe.vae.dtype == torch.bfloat16
