@@ -25,9 +25,11 @@ from scripts.benchmarks.host_time import repeated
 from scripts.tools.pages.sound import sound_table
 from turbo_rcm_patch.bench.cases import build_pipeline, install_few_steps, random_inputs
 from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.timing import in_turns
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch
+from turbo_rcm_patch.patching.families.family import graph_of
 from turbo_rcm_patch.patching.families.ltx2.cases import CASES
 from turbo_rcm_patch.patching.families.ltx2.sub_layers import BlockPlan, Inputs
 
@@ -74,10 +76,13 @@ def measure(
     for tier in TIERS:
         for graphs in ("off", "on"):
             times = {"step": [], "video_alone": []}
-            for _ in range(ROUNDS):
-                for name, work in (("step", contextlib.nullcontext), ("video_alone", video_alone)):
-                    with work(), patch(transformer, replace(PRESETS[tier], cuda_graph=graphs)):
+            with patch(transformer, replace(PRESETS[tier], cuda_graph=graphs)) as applied:
+                for _, name in in_turns(times, ROUNDS):
+                    graph_of(transformer).release()  # of the other work
+                    with video_alone() if name == "video_alone" else contextlib.nullcontext():
                         times[name].append(timed(step))
+                if graphs == "on" and device.type == "cuda" and applied.graph_count == 0:
+                    raise RuntimeError(f"no step was a CUDA graph:\n{applied.summary()}")
             medians = {name: statistics.median(values) for name, values in times.items()}
             rows.append({"preset": tier, "cuda_graph": graphs, **medians})
     return rows
