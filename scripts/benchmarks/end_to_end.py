@@ -68,11 +68,9 @@ def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str)
     else:
         device, backend = torch.device("cpu"), "gloo"
     torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=options.ulysses)
-    try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere):
-            measure_presets(options, device, is_first=rank == 0)
-    finally:
-        torch.distributed.destroy_process_group()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere):
+        measure_presets(options, device, is_first=rank == 0)
+    torch.distributed.destroy_process_group()  # not after an error: NCCL would wait for the others, which wait for this
 
 
 def measure_presets(options: argparse.Namespace, device: torch.device, *, is_first: bool = True) -> None:

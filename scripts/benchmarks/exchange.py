@@ -49,13 +49,11 @@ def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str)
     dist.init_process_group(
         "nccl" if has_gpu else "gloo", init_method=rendezvous, rank=rank, world_size=options.ulysses
     )
-    try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere):
-            milliseconds = measure(options, device)
-            for name, value in milliseconds.items():
-                print(f"{name:45} {value:8.3f} ms")
-    finally:
-        dist.destroy_process_group()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere):
+        milliseconds = measure(options, device)
+        for name, value in milliseconds.items():
+            print(f"{name:45} {value:8.3f} ms")
+    dist.destroy_process_group()  # not after an error: NCCL would wait for the others, which wait for this
     if rank == 0 and options.json is not None:
         settings = {name: getattr(options, name) for name in ("ulysses", "heads", "tokens", "head_dim")}
         environment = asdict(describe_environment(device))

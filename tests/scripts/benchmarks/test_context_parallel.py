@@ -2,10 +2,11 @@
 
 import json
 
+import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
-from scripts.benchmarks import end_to_end
+from scripts.benchmarks import end_to_end, exchange
 from tests.ranks import start_on_cpu, use_one_thread
 
 TOKENS = 12  # of the tiny case's video
@@ -47,3 +48,14 @@ def test_two_processes_compare_and_one_reports(tmp_path):
         assert [False, TOKENS] in seen  # the call whose inputs the oracle gets
         for is_patched in (False, True):
             assert [is_patched, TOKENS // 2] in seen  # the second block; the first one splits its input itself
+
+
+@pytest.mark.parametrize(("script", "work"), [(end_to_end, "measure_presets"), (exchange, "measure")])
+def test_a_process_that_fails_does_not_end_the_group(script, work, monkeypatch):
+    """NCCL's end waits for the other processes, which wait for this one. So it would never tell the error."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # there may be one GPU
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: pytest.fail("waits for the others"))
+    monkeypatch.setattr(script, work, lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        script.measure_in_parallel(1, script.parse_options(["--ulysses", "2"]), "file:///nowhere")
