@@ -7,7 +7,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.lora_files import BLOCK, IMAGE_BLOCK, IMAGE_OUTSIDE, NORMS, OUTSIDE
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.checkpoints.names import ModelNames
+from turbo_rcm_patch.checkpoints.names import ModelNames, owner_in
 from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
 
 IMAGE = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36, "pos_embed_seq_len": 8}
@@ -53,7 +53,7 @@ def test_every_parameter_has_a_name_and_an_owner(model):
             assert names.parameter(f"{module or 'head'}.modulation", "weight") == path
         else:
             assert names.parameter("img_emb.emb_pos", "weight") == path
-        owner, own = names.owner(path)
+        owner, own = owner_in(names.modules, path)
         assert getattr(owner, own) is model.get_parameter(path)
         found.add(path)
     assert len(found) > 60
@@ -85,4 +85,4 @@ def test_the_norm_without_a_weight_does_not_hide_the_other(model):
     names = ModelNames(model, WAN_NAMES)
     assert names.parameter("blocks.1.norm3", "weight") == names.parameter("blocks.1.norm2", "weight")
     assert names.parameter("blocks.1.norm3", "weight") == "blocks.1.norm2.weight"
-    assert torch.equal(getattr(*names.owner("blocks.1.norm2.weight")), model.blocks[1].norm2.weight)
+    assert torch.equal(getattr(*owner_in(names.modules, "blocks.1.norm2.weight")), model.blocks[1].norm2.weight)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..wording import with_article
+from ..wording import name_of_dtype, with_article
 
 PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 SUFFIXES = (".safetensors", *PICKLED)
@@ -141,7 +141,7 @@ def _open_pickled(file: Path) -> dict[str, LazyTensor]:
         held = ", ".join(map(str, list(content)[:8])) or "nothing"
         raise ValueError(f"{file} holds {held}; accepted is a dictionary of tensors.")
     return {
-        name: LazyTensor(tuple(tensor.shape), lambda tensor=tensor: tensor, str(tensor.dtype).removeprefix("torch."))
+        name: LazyTensor(tuple(tensor.shape), lambda tensor=tensor: tensor, name_of_dtype(tensor.dtype))
         for name, tensor in tensors.items()
     }
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .lycoris import FACTORS, Product, kinds_of, product_of
-from .names import ModelNames, Names, without_prefix
+from .names import ModelNames, Names, owner_in, without_prefix
 from .peft_config import PeftConfig
 
 # PEFT puts the adapter's name into a key, unless it saves the adapter itself: lora_A.default.weight.
@@ -250,7 +250,7 @@ class _Entry:
                 keys.append(self._parts["alpha"][0])
             self._lora.unused.update(dict.fromkeys(keys, self._names.why_absent(self._name)))
             return
-        outputs, inputs = _sizes(self._names.owner(parameter)[0])
+        outputs, inputs = _sizes(owner_in(self._names.modules, parameter)[0])
         problem = "lacks a matrix, or has too many" if product is None else product.why_not(outputs, inputs)
         if problem is not None:
             self._misfits.append(f"the {kind} of {first} {problem}")
@@ -301,7 +301,7 @@ class _Entry:
         if parameter is None:
             self._lora.unused[key] = self._names.why_absent(self._name)
             return
-        module, own = self._names.owner(parameter)
+        module, own = owner_in(self._names.modules, parameter)
         shape = getattr(module, own).shape
         # A convolution over patches may be written as a linear over them.
         if _without_ones(difference.shape) not in (_without_ones(shape), [shape[0], shape[1:].numel()]):

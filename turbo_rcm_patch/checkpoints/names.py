@@ -136,10 +136,6 @@ class ModelNames:
         has_part = found is not None and getattr(self.modules[found], part, None) is not None
         return f"{found}.{part}" if has_part else None
 
-    def owner(self, parameter: str) -> tuple[nn.Module, str]:
-        """Return the module that holds a parameter, and its name there."""
-        return owner_in(self.modules, parameter)
-
     def why_absent(self, name: str) -> str:
         """Return the reason why the model has no parameter of this name."""
         of_image = self._names.of_image

@@ -77,7 +77,7 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
 
     They hold weights in 8 bits with scales, or LTX-2 pickled, as TurboT2AV is published. diffusers loads neither.
 
-    Raises CommandError if the command cannot run such weights, or if the pipeline's other transformer has none.
+    Raises CommandError if the command cannot run such weights, or if only one of two transformers has them.
     """
     given = [path for option in TRANSFORMERS if (path := getattr(arguments, option, None)) is not None]
     if _is_ltx2(components) and (pickled := [path for path in given if path.is_file() and path.suffix in PICKLED]):

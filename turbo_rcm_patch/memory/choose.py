@@ -36,7 +36,7 @@ class Placement:
     def room(self, components: Iterable[Component], stage: Stage) -> int:
         """Return the bytes that a stage needs: its peak, and the last block, whose memory waits for its kernels.
 
-        An encoder's are done before the next block has arrived.
+        An encoder's kernels are done before the next block arrives.
         """
         return self._memory(components, stage, waiting=1)
 

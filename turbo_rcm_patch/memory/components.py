@@ -98,7 +98,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def holder_of_blocks(model: nn.Module) -> nn.Module | None:
     """Return the module whose lists of blocks hold more than half of a model's weights. None: there is no such module.
 
-    A model that does not run by its forward, as a VAE, has none: diffusers brings blocks in calls of forward.
+    A model that runs by other methods than forward, such as a VAE, has none: diffusers brings blocks in forward alone.
     """
     if not hasattr(model, "forward") or hasattr(model, "decode"):
         return None

@@ -32,8 +32,8 @@ def check_host(
     _, pinned = placement.on_host(components)
     free = free_memory()
     on_cpu = all(p.device.type == "cpu" for name in placement.streaming for p in models[name].parameters())
-    # Weights that are in ordinary memory are pinned one by one, each in place of itself. Those that are read from a
-    # mapped file take memory only then.
+    # Pinning replaces weights in ordinary memory one by one. Weights of a mapped file take memory only when they are
+    # pinned.
     needed = min(pinned, SLAB) + (max(0, pinned - _ordinary_memory()) if on_cpu else pinned)
     if both_ways:  # the originals of weights that the GPU holds, or the 8-bit copies of those that stream
         needed += sum(component.originals for component in components)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from numbers import Integral
 
@@ -30,6 +30,7 @@ CONTEXT = 600 * 10**6  # bytes that CUDA's context and the kernels' code take be
 MARGIN = 0.95  # of the memory that is free on the card, if no amount is given
 
 
+@dataclass(eq=False, repr=False)
 class MemoryPlan:
     """The places of a pipeline's models, and the memory that they take. Print it to see a table.
 
@@ -38,21 +39,17 @@ class MemoryPlan:
         stages: the stages of a generation.
         placement: which models stream, and how the VAE decodes.
         budget: bytes of the GPU that the plan may use.
+        video: the size that it is for.
         hints: True if `print` also tells what would take less memory.
     """
 
-    def __init__(
-        self,
-        components: Sequence[Component],
-        stages: Sequence[Stage],
-        placement: Placement,
-        budget: int,
-        video: Video,
-        hints: bool = True,
-    ):
-        self.components, self.stages, self.placement, self.budget = components, stages, placement, budget
-        self.video, self.hints = video, hints
-        self._undo: list[tuple] = []
+    components: Sequence[Component]
+    stages: Sequence[Stage]
+    placement: Placement
+    budget: int
+    video: Video
+    hints: bool = True
+    _undo: list[tuple] = field(default_factory=list, init=False)
 
     @property
     def peaks(self) -> dict[str, int]:

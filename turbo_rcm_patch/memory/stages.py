@@ -66,7 +66,7 @@ class Stage(NamedTuple):
     name: for people.
     runs: the models that it runs.
     computing: bytes beside their weights.
-    in_tiles: the same if the VAE works in tiles, or None for a stage without it, or where it has no tiles.
+    in_tiles: the same if the VAE works in tiles. None: the stage runs no VAE, or the VAE has no tiles at this size.
     within: the bytes that are free -> the same if the decoder takes fewer frames at a time. None: not a decode.
     after_blocks: bytes after the last block, when no block is on the GPU.
     """

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...checkpoints.lora import Lora, Pair
 from ...checkpoints.names import modules_of, owner_in
-from ...wording import with_article
+from ...wording import name_of_dtype, with_article
 from ..weights.convert import why_not_restorable
 from ..weights.group_offload import are_on_disk, groups_of, write_through
 from ..weights.read_only import RULE, ReadOnlyWeight
@@ -66,7 +66,7 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         weight = modules[path].weight
         if _in_few_bits(weight):
             raise RuntimeError(
-                f"{name}.{path} is stored as {_name_of(weight.dtype)}, and PEFT cannot run a LoRA on it; with "
+                f"{name}.{path} is stored as {name_of_dtype(weight.dtype)}, and PEFT cannot run a LoRA on it; with "
                 "layerwise casting load the LoRA first and call enable_layerwise_casting afterwards."
             )
     layers = _lora_layers(transformer)
@@ -78,7 +78,7 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         )
     if lora.pairs and any(layer.disable_adapters for layer in layers):
         raise RuntimeError(
-            f"{name} has LoRA layers that are switched off; call pipe.enable_lora() or pipe.unload_lora_weights()"
+            f"{name} has LoRA layers that are switched off; call pipe.enable_lora() or pipe.unload_lora_weights()."
         )
 
 
@@ -113,12 +113,13 @@ class LoadedLora:
     """A LoRA that the constructor loads onto one transformer. If loading fails the transformer is unchanged.
 
     unused: the entries of the LoRA that are not on the model, by key or parameter, with the reason.
+    adapter: the name of the matrices' adapter, or None for a LoRA of differences alone.
     """
 
     def __init__(self, pipe: DiffusionPipeline, transformer: nn.Module, lora: Lora, scale: float):
         self._pipe, self._transformer, self.unused = pipe, transformer, dict(lora.unused)
         self._written: list[_Written] = []
-        self._adapter: str | None = None
+        self.adapter: str | None = None
         modules, groups = dict(modules_of(transformer)), groups_of(transformer)
         try:
             for parameter, product in lora.products.items():
@@ -139,40 +140,36 @@ class LoadedLora:
 
     def is_as_loaded(self) -> bool:
         """True if the matrices, if there are any, are still active with the scale they were loaded with."""
-        if self._adapter is None:
+        if self.adapter is None:
             return True
-        layers = [layer for layer in _lora_layers(self._transformer) if self._adapter in layer.r]
+        layers = self._layers()
         if not layers:  # unloaded, perhaps after fusing
-            return self._adapter in self._pipe.fused_loras
+            return self.adapter in self._pipe.fused_loras
         return all(
             not layer.disable_adapters
-            and self._adapter in layer.active_adapters
-            and math.isclose(layer.scaling[self._adapter], 1.0)
+            and self.adapter in layer.active_adapters
+            and math.isclose(layer.scaling[self.adapter], 1.0)
             for layer in layers
         )
 
     def replaced_by(self) -> list[str]:
         """Return the adapters that are active without this one, or [] if this one is active or LoRAs are off."""
-        layers = (
-            [layer for layer in _lora_layers(self._transformer) if self._adapter in layer.r] if self._adapter else []
-        )
+        layers = self._layers()
         counts = any(
-            layer.disable_adapters or self._adapter in (*layer.active_adapters, *layer.merged_adapters)
+            layer.disable_adapters or self.adapter in (*layer.active_adapters, *layer.merged_adapters)
             for layer in layers
         )
         return _active_adapters(self._transformer) if layers and not counts else []
 
-    @property
-    def adapter(self) -> str | None:
-        """The name of the matrices' adapter, or None for a LoRA of differences alone."""
-        return self._adapter
-
     def is_left_out(self) -> bool:
         """True if projections were fused after loading without the LoRA's matrices in their weights."""
-        if self._adapter is None or not has_fused_projections(self._transformer):
-            return False
-        layers = _lora_layers(self._transformer)
-        return any(self._adapter in layer.r and self._adapter not in layer.merged_adapters for layer in layers)
+        outside = any(self.adapter not in layer.merged_adapters for layer in self._layers())
+        return outside and has_fused_projections(self._transformer)
+
+    def _layers(self) -> list[nn.Module]:
+        """Return the LoRA layers with this adapter."""
+        every = () if self.adapter is None else _lora_layers(self._transformer)
+        return [layer for layer in every if self.adapter in layer.r]
 
     def check_undoable(self) -> None:
         """Raise RuntimeError if the LoRA cannot be taken off now."""
@@ -190,7 +187,7 @@ class LoadedLora:
         fused = _fused(
             layer
             for layer in _lora_layers(self._transformer)
-            if self._adapter in layer.merged_adapters or id(layer.get_base_layer()) in written
+            if self.adapter in layer.merged_adapters or id(layer.get_base_layer()) in written
         )
         if fused:
             names = ", ".join(fused)
@@ -201,15 +198,15 @@ class LoadedLora:
 
         The user may have unloaded its layers already. If they were fused before that, warn that the weights keep them.
         """
-        if self._adapter is not None:
-            unloaded = self._adapter not in getattr(self._transformer, "peft_config", {})
-            if unloaded and self._adapter in self._pipe.fused_loras:
+        if self.adapter is not None:
+            unloaded = self.adapter not in getattr(self._transformer, "peft_config", {})
+            if unloaded and self.adapter in self._pipe.fused_loras:
                 logger.warning(
                     "the LoRA %r was fused, then unloaded: its matrices stay in the weights; load the model again.",
-                    self._adapter,
+                    self.adapter,
                 )
-            _remove_adapter(self._transformer, self._adapter)
-            self._adapter = None
+            _remove_adapter(self._transformer, self.adapter)
+            self.adapter = None
         groups = groups_of(self._transformer)
         while self._written:
             self._written.pop().put_back(groups)
@@ -244,7 +241,7 @@ class LoadedLora:
         tensors = {}
         for path, pair in pairs.items():
             tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"] = _with_scale(pair, scale)
-        self._adapter = name
+        self.adapter = name
         with _state_dict_readable(model):
             model.load_lora_adapter(tensors, prefix=None, adapter_name=name, _pipeline=pipe)
         model.set_adapter([*active, name])  # loading makes a new adapter the only active one
@@ -267,7 +264,7 @@ def _why_not_added(groups: list[ModuleGroup], parameter: torch.Tensor) -> str | 
     """Return why no difference can be added to a parameter, or None."""
     reason = _why_unreachable(groups, parameter)
     if reason is None and (not parameter.is_floating_point() or parameter.dtype.itemsize < 2):
-        return f"the parameter is stored as {_name_of(parameter.dtype)}"
+        return f"the parameter is stored as {name_of_dtype(parameter.dtype)}"
     return reason
 
 
@@ -285,10 +282,6 @@ def _why_unreachable(groups: list[ModuleGroup], parameter: torch.Tensor) -> str 
 def _in_few_bits(parameter: torch.Tensor) -> bool:
     """True if the parameter has at most 8 bits a value, for example under layerwise casting."""
     return type(parameter) in _PLAIN and parameter.is_floating_point() and parameter.dtype.itemsize < 2
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _with_scale(pair: Pair, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

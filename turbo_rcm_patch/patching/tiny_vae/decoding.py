@@ -12,7 +12,7 @@ from torch import nn
 
 from ...checkpoints.lazy import open_tensors
 from ...plain import function_bound_to
-from ...wording import with_article
+from ...wording import name_of_dtype, with_article
 from ..errors import PatchError
 from ..families.vae import is_vae
 from .network import EDGE, FIRST, GROWTH, TinyDecoder, layout_of, load
@@ -50,7 +50,7 @@ class TinyVae:
     def __str__(self) -> str:
         if not self.active:
             return "tiny VAE: restored"
-        dtype = _name_of(next(self._network.parameters()).dtype)
+        dtype = name_of_dtype(next(self._network.parameters()).dtype)
         return f"tiny VAE: {self._name} decodes, {self._network.layout} layout, in {dtype}"
 
     def __enter__(self) -> TinyVae:
@@ -93,7 +93,7 @@ def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None 
         _check_latents(vae, network, file)
         weights = {name: tensor.load() for name, tensor in tensors.items() if name.startswith("decoder.")}
     if odd := {weight.dtype for weight in weights.values()}.difference(DTYPES):
-        raise ValueError(f"{file} holds weights in {_name_of(odd.pop())}; give a file in float16 or float32.")
+        raise ValueError(f"{file} holds weights in {name_of_dtype(odd.pop())}; give a file in float16 or float32.")
     load(network, weights)
     dtype = dtype or next(network.parameters()).dtype
     if dtype not in DTYPES:
@@ -102,10 +102,6 @@ def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None 
     vars(vae)[_NETWORK] = network  # not a submodule: the VAE's state_dict stays the same
     vars(vae)["decode"] = partial(decode, vae)  # unlike a method, it can be pickled
     return TinyVae(vae, network, file.name)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def has_tiny_vae(vae: object) -> bool:
