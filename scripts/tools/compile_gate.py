@@ -24,27 +24,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-OPS = (
-    "attention",
-    "attention_backward",
-    "linear_skip",
-    "linear_8bit",
-    "linear_low_rank",
-    "linear_gelu",
-    "gelu",
-    "linear_qkv",
-    "layer_norm_modulate",
-    "quantize_rows",
-    "rms_norm_rope",
-    "rms_norm_silu",
-    "skip",
-    "conv_skip",
-    "conv_8bit",
-    "quantize_qkv",
-    "attention_8bit",
-    "sparse_linear_attention",
-    "block_sparse_attention",
-)
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 PROCESSES = 2
 SMALLEST_WGMMA = 64  # rows of a tile
@@ -53,15 +32,17 @@ ROW = "{:<8}{:<22}{:>6}{:>11}{:>14}{:>7}  {}"
 
 
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    os.environ.pop("TRITON_INTERPRET", None)
+    from scripts.tools.every_launch import LAUNCHES
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS, metavar="NAME")
+    parser.add_argument("--ops", nargs="+", default=LAUNCHES, choices=LAUNCHES, metavar="NAME")
     parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES, metavar="90")
     parser.add_argument("--one-in", type=int, default=1, metavar="N", help="compile about one case in N (default: all)")
     arguments = parser.parse_args()
     if arguments.one_in < 1:
         parser.error(f"--one-in {arguments.one_in}: give 1 or more.")
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         failures = run_all(arguments.ops, arguments.architectures, arguments.one_in)

@@ -87,6 +87,7 @@ def test_a_lost_exit_code_is_no_failure(monkeypatch):
 
 
 def test_a_share_of_none_is_refused(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which the command removes
     monkeypatch.setattr(sys, "argv", ["compile_gate.py", "--one-in", "0"])
     with pytest.raises(SystemExit, match="2"):
         gate.main()

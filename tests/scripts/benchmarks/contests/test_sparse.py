@@ -104,7 +104,7 @@ def test_block_sparsity_is_timed_by_mass_with_the_share_that_it_keeps():
     assert [case.name.split("(")[1].split(")")[0] for case in cases] == [f"mass={mass}" for mass in masses]
     kept, errors = [], []
     for case in cases:
-        small = functools.partial(case.build.func, 2, 1500, 64, **case.build.keywords)
+        small = functools.partial(case.build.func, 2, 600, 64, **case.build.keywords)
         contest = small(CPU, lambda function: function)
         assert set(contest.partial) == {DENSE}
         errors.append(measure_errors(contest)["block_sparse_attention"])
