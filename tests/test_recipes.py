@@ -87,6 +87,8 @@ def test_solvers_and_states():
         ({"solver": "euler", "sigmas": (1, 0.5), "timesteps": (1000,)}, "1 timesteps for 2 sigmas"),
         ({"solver": "euler", "sigmas": (1, 0.5), "timesteps": (1000, 1000)}, "decrease strictly"),
         ({"solver": "euler", "sigmas": (1,), "boundary": 875}, "boundary=875"),
+        ({"solver": "euler", "sigmas": (1,), "boundary": "0.9"}, "boundary='0.9'"),
+        ({"solver": "euler", "sigmas": 1.0}, "sigmas=1.0; give one or more numbers"),
     ],
 )
 def test_wrong_recipes(fields, message):

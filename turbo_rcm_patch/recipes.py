@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 SOLVERS = ("sde", "euler", "lcm")
 STATE_DTYPES = ("float64", "float32", "bfloat16", "model")
@@ -65,12 +66,16 @@ class Recipe:
                 f"state_dtype={self.state_dtype!r} and timesteps={self.timesteps!r}; give solver 'sde' or 'euler', "
                 "state_dtype 'float64' and no timesteps."
             )
-        if self.boundary is not None and not 0 < self.boundary < 1:
-            raise ValueError(f"boundary={self.boundary}; give a time between 0 and 1.")
+        if self.boundary is not None and not (isinstance(self.boundary, Real) and 0 < self.boundary < 1):
+            raise ValueError(f"boundary={self.boundary!r}; give a time between 0 and 1.")
         for field in ("sigmas", "timesteps"):
             value = getattr(self, field)
-            if value is not None:
+            if value is None:
+                continue
+            try:
                 object.__setattr__(self, field, tuple(map(float, value)))
+            except (TypeError, ValueError):
+                raise ValueError(f"{field}={value!r}; give one or more numbers, highest first.") from None
         _check_times(self.sigmas, self.timesteps)
         if self.shift is not None and not _are_close(self.sigmas, evenly_spaced(self.steps, self.shift)):
             raise ValueError(

@@ -85,7 +85,6 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         recipe: str = "this sampler",
     ):
         _check_timesteps(num_train_timesteps, boundary_timestep)
-        sigmas, timesteps = _floats(sigmas, "sigmas"), _floats(timesteps, "timesteps")
         given = Recipe(recipe, solver, sigmas=sigmas, timesteps=timesteps, state_dtype=state_dtype)
         # JSON knows no arrays.
         self.register_to_config(
@@ -350,7 +349,7 @@ class RCMScheduler(FewStepScheduler):
         if sigma_max is None:  # how other schedulers' configs say "not set"
             self.register_to_config(sigma_max=80.0)
         if sigmas is not None:
-            self.register_to_config(sigmas=_floats(sigmas, "sigmas"))
+            self.register_to_config(sigmas=_numbers(sigmas, "sigmas").tolist())
         _check_timesteps(num_train_timesteps, boundary_timestep)
         self.solver, self.state_dtype = ("sde" if stochastic else "euler"), "float64"
         self._set_times(rcm_times(1, self.config.sigma_max) if sigmas is None else _user_times(sigmas, "sigmas"))
@@ -417,10 +416,6 @@ def _check_floating(**tensors: torch.Tensor) -> None:
         if not tensor.is_floating_point():
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise TypeError(f"{name} is {dtype}; give a floating-point tensor: {name}.float().")
-
-
-def _floats(values: Sequence[float] | torch.Tensor | None, name: str) -> list[float] | None:
-    return None if values is None else _numbers(values, name).tolist()
 
 
 def _as_int(num_inference_steps) -> int:

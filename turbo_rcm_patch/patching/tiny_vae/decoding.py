@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _NETWORK = "_turbo_rcm_patch_tiny_vae"  # the attribute of a VAE that holds the 
 OTHERS = ("taehv", "taecvx", "taeos", "taeltx", "taeh3", "taem1", "taesd")  # published for other latents, by file name
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which PyTorch has convolutions
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
+GROWN = math.prod(GROWTH)  # frames that a latent frame becomes
 ALIVE = 2  # tensors of the last width that live together: what a convolution at full size reads and makes
 
 
@@ -148,7 +150,7 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
     )
     latents = ((z.float() - mean) / deviation).to(dtype).movedim(1, 2)  # as the transformer made them
     B, count, _, height, width = latents.shape
-    shape = B, 3, count * _growth(), height * self.spatial_compression_ratio, width * self.spatial_compression_ratio
+    shape = B, 3, count * GROWN, height * self.spatial_compression_ratio, width * self.spatial_compression_ratio
     sample = z.new_empty(shape)
     for video, result in zip(latents, sample, strict=True):
         done, before = 0, {}
@@ -160,13 +162,8 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _growth() -> int:
-    """Return how many frames a latent frame becomes."""
-    return GROWTH[0] * GROWTH[1] * GROWTH[2]
-
-
 def _at_once(network: TinyDecoder, latents: torch.Tensor) -> int:
     """Return the number of latent frames [F, C, h, w] to decode at a time."""
     _, _, height, width = latents.shape
-    last = network.decoder[-1].in_channels * _growth() * height * width * EDGE**2
+    last = network.decoder[-1].in_channels * GROWN * height * width * EDGE**2
     return max(1, WORKING_SET // (ALIVE * last * latents.itemsize))
