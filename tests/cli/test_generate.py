@@ -1,6 +1,7 @@
 """`turbo-rcm generate`: the video it writes, and its warnings."""
 
 import argparse
+import json
 import os
 import re
 
@@ -110,9 +111,11 @@ def test_generate_and_compare_with_a_vae_in_8_bits(tmp_path, capsys, saved_model
     """On a CPU the frames are exact, and the summary says why."""
     options = ["--model", str(saved_models / "t2v"), *TINY]
     generate = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *options, "--vae", "8bit"]
-    for command in (["generate", *generate[1:], "-v"], ["compare", "a fox", *options, "--vae", "8bit"]):
+    figures = tmp_path / "out.json"
+    for command in ([*generate, "-v"], ["compare", "a fox", *options, "--vae", "8bit", "--json", str(figures)]):
         assert main(command) == 0
         assert 'vae="8bit": convolutions stay' in capsys.readouterr().out
+    assert json.loads(figures.read_text())["settings"]["vae"] == "8bit"
     for other in (["--no-patch"], ["--tiny-vae", "taew2_1.safetensors"]):
         assert main([*generate, *other]) == 2
         assert f"leave it or {other[0]} out" in capsys.readouterr().err

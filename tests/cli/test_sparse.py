@@ -103,7 +103,7 @@ def test_a_folder_without_projections_is_refused(saved_models, capsys):
     [
         (
             ["--topk", "0.2"],
-            "--topk is an option of --preset sparse, not of exact; leave it out, or choose that preset",
+            "--topk is an option of --preset sparse, not of exact; leave it out, or choose another preset",
         ),
         (
             ["--preset", "sparse", "--topk", "0"],

@@ -26,7 +26,7 @@ OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's schedule
 GUIDANCE = ("guidance", "guidance_2", "negative_prompt")
 LORAS = ("lora", "lora_2")
 TRANSFORMERS = ("transformer", "transformer_2")
-SPARSITY = ("topk", "mass", "min_tokens")
+CONFIG_OPTIONS = ("topk", "mass", "min_tokens", "keep", "vae")  # of the patch, beside --preset
 _HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
 EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
 
@@ -169,7 +169,7 @@ def check_generation(arguments: argparse.Namespace) -> None:
     _check_sigma_max(arguments)
     _check_guidance(arguments)
     _check_transformers(arguments)
-    _check_preset(arguments)
+    _check_options(arguments, _check_preset_name(arguments.preset))
     if not 0 <= arguments.seed < 2**63:
         raise CommandError(f"--seed {arguments.seed} is out of range; give a number from 0 to 2**63 - 1.")
     if arguments.image is not None and not arguments.image.is_file():
@@ -228,49 +228,33 @@ def _check_transformers(arguments: argparse.Namespace) -> None:
             raise CommandError(f"{option} {path}: no such file or folder.")
 
 
-def _check_preset(arguments: argparse.Namespace) -> None:
-    config = _check_preset_name(arguments.preset)
-    for option, value in sparsity_of(arguments).items():
+def _check_options(arguments: argparse.Namespace, config: PatchConfig) -> None:
+    """Raise CommandError for an option that --preset's configuration does not have, or for a wrong value."""
+    for option, value in config_options(arguments).items():
         name = f"--{option.replace('_', '-')}"
         if option not in options_of(type(config)):
             raise CommandError(
                 f"{name} is an option of --preset {' and '.join(presets_with(option))}, not of {arguments.preset}; "
-                "leave it out, or choose that preset."
+                "leave it out, or choose another preset."
             )
         try:
             replace(config, **{option: value})
         except ValueError as error:
             raise CommandError(f"{name}: {error}") from None
 
-    _check_keep(arguments, config)
 
+def config_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the options of the configuration that are given, by name.
 
-def _check_keep(arguments: argparse.Namespace, config: PatchConfig) -> None:
-    keep = keep_of(arguments)
-    if keep is None:
-        return
-    if "keep" not in options_of(type(config)):
-        raise CommandError(
-            f"--keep is about 8 bits, which --preset {' and '.join(presets_with('keep'))} have, and not "
-            f"{arguments.preset}; leave it out, or choose one of those."
-        )
-    try:
-        replace(config, keep=keep)
-    except ValueError as error:
-        raise CommandError(f"--keep: {error}") from None
-
-
-def keep_of(arguments: argparse.Namespace) -> str | list[str] | None:
-    """Return the option `keep` of the configuration that --keep gives: a file, or a list of names. None if not given.
-
-    Raises CommandError for a file beside other names.
+    Raises CommandError for a file of --keep beside other names.
     """
-    values = getattr(arguments, "keep", None)
-    if values is None or not any(value.endswith(".json") for value in values):
-        return values
-    if len(values) > 1:
-        raise CommandError(f"--keep takes one file alone, or names; given are {' and '.join(values)}.")
-    return values[0]
+    values = {option: getattr(arguments, option, None) for option in CONFIG_OPTIONS}
+    given = {option: value for option, value in values.items() if value is not None}
+    if any(name.endswith(".json") for name in given.get("keep", ())):
+        if len(given["keep"]) > 1:
+            raise CommandError(f"--keep takes one file alone, or names; given are {' and '.join(given['keep'])}.")
+        (given["keep"],) = given["keep"]
+    return given
 
 
 def _check_keep_out(arguments: argparse.Namespace) -> None:
@@ -288,12 +272,6 @@ def _check_preset_name(preset: str) -> PatchConfig:
         return resolve_config(preset)
     except ValueError as error:
         raise CommandError(f"--preset: {error}") from None
-
-
-def sparsity_of(arguments: argparse.Namespace) -> dict[str, float | int]:
-    """Return the options of the configuration that --topk, --mass and --min-tokens give."""
-    values = {option: getattr(arguments, option) for option in SPARSITY}
-    return {option: value for option, value in values.items() if value is not None}
 
 
 def _check_distilled(arguments: argparse.Namespace) -> None:
@@ -334,13 +312,9 @@ def _check_comparison(arguments: argparse.Namespace) -> None:
 def _check_conversion(arguments: argparse.Namespace) -> None:
     if arguments.preset not in PRESETS:
         raise CommandError(f"--preset {arguments.preset} is unknown; accepted are {', '.join(PRESETS)}.")
-    if isinstance(PRESETS[arguments.preset], Exact):
-        for option, value in (("--format", arguments.format), ("--keep", arguments.keep)):
-            if value:
-                raise CommandError(
-                    f"{option} is about 8 bits, and --preset {arguments.preset} stores none; leave it out."
-                )
-    _check_keep(arguments, PRESETS[arguments.preset])
+    if arguments.format is not None and isinstance(PRESETS[arguments.preset], Exact):
+        raise CommandError(f"--format is about 8 bits, and --preset {arguments.preset} stores none; leave it out.")
+    _check_options(arguments, PRESETS[arguments.preset])
     if not arguments.source.exists():
         raise CommandError(
             f"{arguments.source}: no such file or folder; give a diffusers folder, or a .pth or .safetensors file."

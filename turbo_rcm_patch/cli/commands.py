@@ -45,7 +45,7 @@ from ..patching.weights.convert import capability_of
 from ..patching.weights.load import component_folders, read_config
 from ..patching.weights.store import convert_model
 from ..wording import counted
-from .checks import LORAS, SPARSITY, keep_of
+from .checks import CONFIG_OPTIONS, LORAS, config_options
 from .errors import CommandError, user_errors
 from .files import Sound, replacing, write_json, write_video
 from .info import info
@@ -270,12 +270,11 @@ def _report(arguments: argparse.Namespace, line: str) -> None:
 def _convert(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments)
     capability = (8, 0) if arguments.format == "int8" else capability_of(device)
-    config, keep = PRESETS[arguments.preset], keep_of(arguments)
     try:
         convert_model(
             arguments.source,
             arguments.target,
-            config if keep is None else replace(config, keep=keep),
+            replace(PRESETS[arguments.preset], **config_options(arguments)),
             capability=capability,
             dtype=getattr(torch, arguments.dtype or "bfloat16"),
             device=device,
@@ -326,7 +325,7 @@ def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) ->
         "preset": arguments.preset,
         **{
             name: value
-            for name in (*LORAS, "recipe", *SPARSITY, "keep")
+            for name in (*LORAS, "recipe", *CONFIG_OPTIONS)
             if (value := getattr(arguments, name, None)) is not None
         },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),

@@ -16,7 +16,7 @@ from ..bench.compare import Comparison, compare
 from ..bench.report import comparison_table
 from ..bench.variants import PATCHED, UNPATCHED
 from ..wording import counted
-from .checks import SPARSITY, check_generation
+from .checks import CONFIG_OPTIONS, check_generation
 from .demo_answer import Stages, headline_of, stages_of
 from .errors import CommandError, user_errors
 from .files import write_video
@@ -120,7 +120,7 @@ class DemoVideos:
             "lora": self.loras.get(request.lora),
             "negative_prompt": request.negative_prompt.strip() or None,
         }
-        unasked = dict.fromkeys(("image", "sigma_max", "lora_2", "guidance_2", *SPARSITY))
+        unasked = dict.fromkeys(("image", "sigma_max", "lora_2", "guidance_2", *CONFIG_OPTIONS))
         arguments = argparse.Namespace(**{**vars(self._started), **asked, **unasked, "notes": []})
         check_generation(arguments)
         pixels = request.height * request.width * request.frames

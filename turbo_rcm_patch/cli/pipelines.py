@@ -31,7 +31,7 @@ from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler
 from ..shapes import grammar
 from ..wording import counted
-from .checks import check_heads, check_pipeline_class, keep_of, sparsity_of
+from .checks import check_heads, check_pipeline_class, config_options
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
 from .sizes import SizeRules, size_rules
@@ -69,11 +69,7 @@ def choose_config(arguments: argparse.Namespace) -> PatchConfig:
 
     The embedded model has its own blocks.
     """
-    config = replace(PRESETS[arguments.preset], **sparsity_of(arguments))
-    keep = keep_of(arguments)
-    config = config if keep is None else replace(config, keep=keep)
-    if getattr(arguments, "vae", None) is not None:
-        config = replace(config, vae=arguments.vae)
+    config = replace(PRESETS[arguments.preset], **config_options(arguments))
     is_embedded = arguments.model is None and getattr(arguments, "config", None) is None
     is_sparse_attention = isinstance(config, (Sparse, BlockSparse))
     return replace(config, blocks=embedded.SLA_BLOCKS) if is_embedded and is_sparse_attention else config
