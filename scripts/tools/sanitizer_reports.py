@@ -31,11 +31,7 @@ class Race(NamedTuple):
 
 
 _ACCESS = re.compile(r"(Read|Write) access at (.+?)(?=,? and (?:Read|Write) access at |$)")
-# The forms that compute-sanitizer writes since CUDA 12, and before.
-_PLACES = (
-    re.compile(r"(?P<kernel>\S.*?)\+0x(?P<pc>[0-9a-f]+)(?: in (?P<source>\S+:\d+))?"),
-    re.compile(r"0x(?P<pc>[0-9a-f]+) in (?:(?P<source>\S+:\d+):)?(?P<kernel>[^\s:]+)"),
-)
+_PLACE = re.compile(r"(?P<kernel>\S.*?)\+0x(?P<pc>[0-9a-f]+)(?: in (?P<source>\S+:\d+))?")
 
 
 def judge_memory(report: str) -> list[str]:
@@ -99,7 +95,7 @@ def read_races(paragraph: str) -> list[Race]:
 
 
 def _read_access(kind: str, place: str) -> Access | None:
-    match = next(filter(None, (pattern.match(place) for pattern in _PLACES)), None)
+    match = _PLACE.match(place)
     return match and Access(kind, match["kernel"], int(match["pc"], 16), match["source"])
 
 

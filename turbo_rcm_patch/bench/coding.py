@@ -44,11 +44,6 @@ def refuse_tiny_vae(pipe: DiffusionPipeline) -> None:
         raise ValueError("a tiny VAE decodes in this pipeline; call restore() on its handle first.")
 
 
-def decoded(vae: ModelMixin, z: torch.Tensor) -> torch.Tensor:
-    """Return the VAE's sample as the VAE decodes now."""
-    return coded(vae, "decode", z)
-
-
 @torch.no_grad()
 def coded(vae: ModelMixin, method: str, x: torch.Tensor) -> torch.Tensor:
     """Return the sample that the VAE decodes now, or the moments of the latents that it encodes."""
@@ -66,7 +61,7 @@ def _decode_flops(vae_class: type[ModelMixin], config: str, shape: tuple[int, ..
     with torch.device("meta"):
         twin = vae_class.from_config(json.loads(config))
         with FlopCounterMode(display=False) as counted:
-            decoded(twin, torch.empty(shape))
+            coded(twin, "decode", torch.empty(shape))
     return counted.get_total_flops()
 
 

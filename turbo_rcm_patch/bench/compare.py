@@ -17,7 +17,7 @@ from ..config import PatchConfig, resolve_config
 from ..patching import Patch
 from ..patching.apply import transformers_of
 from ..patching.families.vae import is_vae
-from .coding import coding_oracle, decode_flops, decoded, inputs_of, refuse_tiny_vae
+from .coding import coded, coding_oracle, decode_flops, inputs_of, refuse_tiny_vae
 from .compilations import compilations
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
@@ -282,8 +282,8 @@ class _Judge:
             return
         samples = []
         for name in (UNPATCHED, PATCHED):
-            with switches[name](), torch.no_grad():
-                samples.append(decoded(self._pipe.vae, self._latents))
+            with switches[name]():
+                samples.append(coded(self._pipe.vae, "decode", self._latents))
         apart = relative_l2(*reversed(samples))
         if not apart <= limit:
             raise RuntimeError(
@@ -305,7 +305,7 @@ class _Judge:
             step = max(map(relative_l2, outputs, self._oracle))
             if self._sample is None:
                 return _Errors(step)
-            frames = decoded(self._pipe.vae, self._latents)[:, :, : self._sample.shape[2]]
+            frames = coded(self._pipe.vae, "decode", self._latents)[:, :, : self._sample.shape[2]]
             return _Errors(step, relative_l2(frames, self._sample))
 
 

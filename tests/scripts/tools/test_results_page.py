@@ -192,7 +192,7 @@ def test_steps_with_group_offloading():
 )
 def test_faults_of_group_offloading_are_named(changes, faults):
     resident, offloaded = OFFLOADED["offloaded_steps"]
-    found = list(group_offload.faults_of([resident, {**offloaded, **changes}], 3.5, 1.1))
+    found = list(group_offload.faults_of([resident, {**offloaded, **changes}]))
     assert len(found) == len(faults)
     assert all(fault in sentence for fault, sentence in zip(faults, found, strict=True))
 

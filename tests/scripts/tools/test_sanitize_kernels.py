@@ -87,14 +87,7 @@ def test_racecheck_must_see_the_race_that_is_there():
     assert reports.judge_races(report(), {}, with_probes=False) == []
 
 
-def test_the_older_format_and_broken_lines_are_read():
-    old = (
-        "Warning: Race reported between Write access at 0x5b0 in /a/file.py:53:some_kernel"
-        " and Read access at 0x150 in /a/file.py:54:some_kernel [4 hazards]"
-    )
-    (found,) = reports.read_races(old)
-    first, second = ("Write", "some_kernel", 0x5B0, "/a/file.py:53"), ("Read", "some_kernel", 0x150, "/a/file.py:54")
-    assert found == ("Warning", first, second, 4)
+def test_broken_lines_are_read():
     broken = report(RACY, race("attention_kernel").replace("access at ", "access at\n=========     "))
     assert reports.judge_races(broken, ROLE_READS, with_probes=True) == []
 
