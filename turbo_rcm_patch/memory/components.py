@@ -55,9 +55,9 @@ def components_of(models: Mapping[str, nn.Module], config: PatchConfig) -> list[
 
 
 def components_both_ways(models: Mapping[str, nn.Module], config: PatchConfig) -> list[Component]:
-    """Return the bytes of models that run unpatched and patched in turns: on the GPU those of the unpatched weights.
+    """Return the bytes of models that run unpatched and patched in turns.
 
-    The host keeps these while the patched model runs in 8 bits.
+    On the GPU the unpatched weights count. The host keeps these while the patched model runs in 8 bits.
     """
     patched = components_of(models, config)
     return [

@@ -33,13 +33,13 @@ def prompt_bytes(models: Mapping[str, nn.Module]) -> int:
 
 
 def kept_prompts_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
-    """Return the bytes of prompts' hidden states that a pipeline keeps: with guidance both together, and one of them
-    alone."""
+    """Return the bytes of hidden states that a pipeline keeps: the prompt's, or with guidance both prompts' in one
+    tensor, and those of one again."""
     return prompt_bytes(models) * (1 if samples == 1 else samples + 1)
 
 
 def prompt_copies_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
-    """Return the same for the text encoder's run: the layers' results, stacked and repeated."""
+    """Return the bytes of the layers' results while the text encoder runs, with their stacked and repeated copies."""
     return 3 * samples * prompt_bytes(models)
 
 

@@ -20,7 +20,7 @@ def traced_bytes(model: nn.Module, run: Callable[[nn.Module], object], asked: Ha
     """Return the bytes that ``run(model)`` computes with beside the weights, for a diffusers model of the same config.
 
     A convolution counts with a copy of its input and of its result, which cuDNN lays out anew. run: makes its inputs on
-    the default device. asked: tells runs of the same class and config apart; a result is kept for it.
+    the default device. asked: tells runs of the same class and config apart. The result of each is kept.
     """
     key = type(model), str(dict(model.config)), model.dtype, asked
     if key not in _KNOWN:

@@ -17,11 +17,12 @@ NOT_COUNTED = "a scheduler that counts no steps"
 class Steps:
     """The steps of a pipeline, whichever scheduler it has at the time. Nothing waits for the GPU.
 
-    Other pipelines with its transformers, such as copies, are counted too while they sample in few steps.
+    Other pipelines with its transformers, such as copies, are counted too while they sample in few steps. Without a
+    pipeline nothing else is counted, and all steps are exact.
     """
 
-    def __init__(self, pipe: DiffusionPipeline):
-        self._pipe = weakref.ref(pipe)
+    def __init__(self, pipe: DiffusionPipeline | None = None):
+        self._pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
         self._begins, self._before = False, 0  # steps that the scheduler counts and the generation does not make
         self._warned = False
 
@@ -65,13 +66,12 @@ class Steps:
         return counted - self._before
 
     def __deepcopy__(self, memo: dict[int, object]) -> Steps:
-        """Count the steps of the pipeline's copy if it is being copied, else nobody's. All steps are exact then."""
-        twin = memo.get(id(self._pipe()))
-        return _nobodys_steps() if twin is None else Steps(twin)
+        """Count the steps of the pipeline's copy if it is being copied, else no pipeline's."""
+        return Steps(memo.get(id(self._pipe())))
 
     def __reduce__(self) -> tuple:
-        """Pickle without the pipeline. All steps are exact then."""
-        return _nobodys_steps, ()
+        """Pickle without the pipeline."""
+        return Steps, ()
 
 
 def _counts(scheduler: object) -> bool:
@@ -87,10 +87,3 @@ def why_not_countable(pipe: object) -> str | None:
     """Return why a pipeline's scheduler cannot count its steps, or None if it can."""
     by_frame = any(cls.__name__.startswith("SkyReelsV2DiffusionForcing") for cls in type(pipe).__mro__)
     return f"{type(pipe).__name__}, whose frames are each in a step of their own" if by_frame else None
-
-
-def _nobodys_steps() -> Steps:
-    steps = Steps.__new__(Steps)
-    steps._pipe, steps._warned = lambda: None, False
-    steps._begins, steps._before = False, 0
-    return steps
