@@ -185,7 +185,7 @@ def _encoder_of(target: object) -> UMT5EncoderModel:
     if type(encoder) is not UMT5EncoderModel:
         found = "no text encoder" if encoder is None else with_article(type(encoder).__name__)
         compiled = "; patch before torch.compile" if hasattr(encoder, "_orig_mod") else ""
-        raise PatchError(f"cannot patch: found {found}; give a pipeline with a UMT5EncoderModel, or that{compiled}.")
+        raise PatchError(f"cannot patch: found {found}; give a pipeline with a UMT5EncoderModel{compiled}.")
     if _JOURNAL in vars(encoder):
         raise PatchError("cannot patch: the text encoder is patched already; call restore() on its handle first.")
     return encoder
