@@ -48,7 +48,7 @@ def in_cpu_ranks(check, folder, seconds=300):
     return _results(folder)
 
 
-def in_gpu_ranks(check, folder, seconds=180):
+def in_gpu_ranks(check, folder, seconds=300):
     """Do what `in_cpu_ranks` does, with the GPU of its number for each rank."""
     with _places_in_errors(folder):
         arguments = check, folder, "nccl", seconds
