@@ -3,6 +3,7 @@
 python examples/turbowan.py TurboWan2.1-T2V-1.3B-480P.pth                                              # Wan 2.1, 1.3B
 python examples/turbowan.py TurboWan2.1-T2V-14B-480P.pth --model Wan-AI/Wan2.1-T2V-14B-Diffusers
 python examples/turbowan.py TurboWan2.2-I2V-A14B-high-720P.pth TurboWan2.2-I2V-A14B-low-720P.pth --image fox.png
+python examples/turbowan.py TurboWan2.1-T2V-1.3B-480P.pth --vram 8GB                     # for a card with less memory
 """
 
 import argparse
@@ -16,13 +17,13 @@ with quiet_imports():  # other packages warn while they are imported
     from diffusers import WanImageToVideoPipeline, WanPipeline
     from diffusers.utils import export_to_video, load_image
 
-    from turbo_rcm_patch import load_turbodiffusion, use_distilled
+    from turbo_rcm_patch import Sparse, fit, load_turbodiffusion, use_distilled
 
 parser = argparse.ArgumentParser()
 parser.add_argument("weights", nargs="+", help="TurboWan's .pth file, also a -quant one; of Wan 2.2 both, high and low")
 parser.add_argument("--image", help="where the video starts: a file or a URL; for image to video")
 parser.add_argument("--model", help="the Wan it is for: a folder or a hub id (default: Wan 2.1 1.3B, or 2.2 I2V A14B)")
-parser.add_argument("--attention", default="sagesla", choices=("sagesla", "sla"), help="in 8 bits, or in bf16")
+parser.add_argument("--vram", help="the card's memory, such as 8GB: models that do not fit stream there")
 parser.add_argument("--prompt", default="A red fox leaps through fresh snow, slow motion")
 parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FRAMES"))
 parser.add_argument("--output", default="video.mp4")
@@ -40,13 +41,17 @@ try:
     pipe = pipeline.from_pretrained(options.model or model, dtype=torch.bfloat16)
 except OSError as error:
     sys.exit(f"cannot load {options.model or model}: {why_not_loaded(error)}")
-if torch.cuda.is_available():
+if torch.cuda.is_available() and not options.vram:
     pipe.to("cuda")
 
-patch = load_turbodiffusion(options.weights, pipe, attention=options.attention)
+patch = load_turbodiffusion(
+    options.weights, pipe, Sparse(restorable=not options.vram)
+)  # else it keeps bf16 weights too
 use_distilled(pipe, recipe="turbowan-i2v" if options.image else "turbowan")
 
 height, width, num_frames = options.size or size
+if options.vram:
+    print(fit(pipe, options.vram, height=height, width=width, num_frames=num_frames))
 video = pipe(
     prompt=options.prompt,
     **({"image": load_image(options.image)} if options.image else {}),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import WanPipeline
 
+import turbo_rcm_patch
 from scripts.benchmarks import end_to_end
 from tests import lora_files
 from tests.cli.test_ltx2 import sound_in
@@ -78,13 +79,16 @@ def test_demo(run_example, tmp_path, capsys, monkeypatch):
     assert iio.imread(tmp_path / "demo.png").shape == (32, 5 * 48, 3)
 
 
-@pytest.mark.parametrize("attention", ["sagesla", "sla"])
-def test_turbowan(run_example, tmp_path, capsys, attention):
+@pytest.mark.parametrize("vram", [None, "8GB"])
+def test_turbowan(run_example, tmp_path, capsys, monkeypatch, vram):
+    planned = []
+    monkeypatch.setattr(turbo_rcm_patch, "fit", lambda pipe, *given, **size: planned.append((*given, *size.values())))
     pipe = tiny_wan_pipeline()
     pipe.save_pretrained(tmp_path / "model")
     torch.save(with_proj_l(official_state_dict(pipe.transformer), pipe.transformer), tmp_path / "TurboWan.pth")
     options = ["--model", str(tmp_path / "model"), "--size", "32", "48", "5", "--output", "out.mp4"]
-    run_example("examples/turbowan.py", str(tmp_path / "TurboWan.pth"), *options, "--attention", attention)
+    run_example("examples/turbowan.py", str(tmp_path / "TurboWan.pth"), *options, *(["--vram", vram] if vram else []))
+    assert planned == ([(vram, 32, 48, 5)] if vram else [])
     assert iio.imread(tmp_path / "out.mp4").shape == (5, 32, 48, 3)
     assert "SLA 1/1 blocks" in capsys.readouterr().out  # of 12 tokens
 

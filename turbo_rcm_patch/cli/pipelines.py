@@ -23,7 +23,7 @@ from ..bench.cases import (
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching import PatchError, patch_text_encoder, use_tiny_vae
 from ..patching.apply import transformers_of
-from ..patching.families import CASES, family_of, pipeline_of
+from ..patching.families import CASES, SIZES, family_of, pipeline_of
 from ..patching.families.vae.sizes import latent_size
 from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
@@ -166,7 +166,7 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     """Return the pipeline of --config with random but structured weights, and its call with structured inputs."""
     case = CASES.get(arguments.config)
     if case is None:
-        raise CommandError(f"--config {arguments.config} is unknown; accepted are {', '.join(CASES)}.")
+        raise CommandError(f"--config {arguments.config} is unknown; accepted are {SIZES}.")
     size_rules(case.vae, case.transformer).check(arguments.height, arguments.width, arguments.frames)
     device = choose_device(arguments)
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)

@@ -14,7 +14,7 @@ from ..bench.ops import OpCase, OpResult
 from ..bench.tune import Shapes, cases, configs_of_folder, measure, rows_of, shapes_of_case, shapes_of_folder
 from ..kernels.choice.measured import Verdict, kernels_of, tier_verdicts_of, verdicts_of
 from ..kernels.choice.tuned import forget_tuned, origin_of, tuned_file, versions
-from ..patching.families import CASES
+from ..patching.families import CASES, SIZES
 from ..tables import table
 from .errors import CommandError
 from .files import write_json
@@ -82,14 +82,14 @@ def _shapes(arguments: argparse.Namespace) -> Shapes:
     if arguments.model is None:
         config = arguments.config or DEFAULT_CONFIG
         if config not in CASES:
-            raise CommandError(f"--config {config} is unknown; accepted are {', '.join(CASES)}.")
+            raise CommandError(f"--config {config} is unknown; accepted are {SIZES}.")
         case = CASES[config]
         size_rules(case.vae, case.transformer).check(*size)
         return shapes_of_case(config, size)
     if not arguments.model.is_dir():
         raise CommandError(
             f"--model {arguments.model}: no such folder; give the downloaded folder of a diffusers pipeline or of a "
-            f"transformer, or leave it out for --config, one of {', '.join(CASES)}."
+            f"transformer, or leave it out for --config, one of {SIZES}."
         )
     try:
         transformer, vae = configs_of_folder(arguments.model)

@@ -14,7 +14,7 @@ from diffusers.pipelines import ltx2
 from torch import nn
 
 from ..checkpoints.files import COMPONENTS
-from ..patching.families import CASES, family_of
+from ..patching.families import CASES, SIZES, family_of
 from ..patching.families.family import Case
 from ..patching.steps.sparse_linear import PROJ_L
 from ..patching.weights.load import component_folders, empty_model, read_config
@@ -34,8 +34,7 @@ def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dic
         models = _of_folder(folder)
     else:
         raise ValueError(
-            f"{source}: no such folder; give the folder of a diffusers pipeline or transformer, or a size: "
-            f"{', '.join(CASES)}."
+            f"{source}: no such folder; give the folder of a diffusers pipeline or transformer, or a size: {SIZES}."
         )
     return {name: cast_as_loaded(model, dtype) for name, model in models.items()}
 

@@ -28,6 +28,7 @@ FAMILIES = (
 )
 PIPELINES = tuple(pipeline for family in FAMILIES for pipeline in family.pipelines)
 CASES = {name: case for family in FAMILIES for name, case in family.cases.items()}
+SIZES = ", ".join(name for name in CASES if not name.startswith("tiny"))  # of published models
 SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" for family in FAMILIES)
 
 
