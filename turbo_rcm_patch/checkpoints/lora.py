@@ -195,9 +195,8 @@ class _Entry:
 
     def add(self, config: PeftConfig) -> None:
         if self._names.block_beyond(self._name):
-            self._misfits.append(
-                f"{self._first_key()} is for a block that the model lacks; it has {self._names.blocks}"
-            )
+            first, _ = next(iter(self._parts.values()))
+            self._misfits.append(f"{first} is for a block that the model lacks; it has {self._names.blocks}")
             return
         kinds = kinds_of(self._parts)
         pair = self._pair(config) if not kinds or self._parts.keys() & {"down", "up", "up_bias"} else None
@@ -210,9 +209,6 @@ class _Entry:
         if "up_bias" in self._parts and pair is not None:
             key, bias = self._parts["up_bias"]
             self._add_difference(key, pair.scale * bias.float(), "bias")
-
-    def _first_key(self) -> str:
-        return next(iter(self._parts.values()))[0]
 
     def _pair(self, config: PeftConfig) -> Pair | None:
         keys = {part: self._parts[part][0] for part in ("down", "up", "alpha", "up_bias") if part in self._parts}

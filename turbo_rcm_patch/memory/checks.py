@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from weakref import WeakSet
 
@@ -46,18 +46,14 @@ def models_of(pipe: object) -> dict[str, nn.Module]:
 
 def config_of(models: Mapping[str, nn.Module], config: PatchConfig | str | None) -> PatchConfig:
     """Return the configuration that the transformers are patched with, or else the given one."""
-    blocks = (block for model in models.values() for block in _blocks(model) if is_patched(block))
+    known = ((family, model) for model in models.values() if (family := family_of(model)) is not None)
+    blocks = (block for family, model in known for _, block in family.every_block(model) if is_patched(block))
     patched = next((state_of(block).shared.config for block in blocks), None)
     if patched is None:
         return resolve_config("exact" if config is None else config)
     if config is not None and resolve_config(config) != patched:
         raise ValueError(f"config={config!r}, but the pipeline is patched with {patched!r}; leave config out.")
     return patched
-
-
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    family = family_of(model)
-    return iter(()) if family is None else (block for _, block in family.every_block(model))
 
 
 def check_size(models: Mapping[str, nn.Module], video: Video) -> None:

@@ -82,7 +82,8 @@ def choose(components: Sequence[Component], stages: Sequence[Stage], budget: int
     for group in (whole, few, [replace(p, tiles=True) for p in whole]):
         fitting = [p for p in group if p.largest_room(components, stages) <= budget]
         if fitting:
-            return min(fitting, key=lambda placement: _moved(placement, components))
+            # The bytes that cross the bus in a generation.
+            return min(fitting, key=lambda p: sum(c.passes * c.blocks for c in components if c.name in p.streaming))
     return None
 
 
@@ -98,8 +99,3 @@ def placements(components: Sequence[Component]) -> Iterator[Placement]:
     for streams in product((False, True), repeat=len(names)):
         chosen = (name for name, does in zip(names, streams, strict=True) if does)
         yield Placement(frozenset(chosen), tiles=False)
-
-
-def _moved(placement: Placement, components: Iterable[Component]) -> int:
-    """Return the bytes that cross the bus in a generation."""
-    return sum(component.passes * component.blocks for component in components if component.name in placement.streaming)

@@ -16,7 +16,8 @@ from .traced import traced_bytes
 
 TEXT_TOKENS = 1024  # of a prompt, to which it is padded
 FRAME_RATE = 24.0  # with which a pipeline makes the sound as long as the video
-COPIES = 6  # of the layers' hidden states, alive together in the connectors
+# Tensors of the layers' hidden states that are alive together: in the text encoder as they are, stacked and repeated.
+IN_ENCODER, IN_CONNECTORS = 3, 6
 
 
 def has_sound(models: Mapping[str, nn.Module]) -> bool:
@@ -38,20 +39,10 @@ def kept_prompts_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
     return prompt_bytes(models) * (1 if samples == 1 else samples + 1)
 
 
-def prompt_copies_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
-    """Return the bytes of the layers' results while the text encoder runs, with their stacked and repeated copies."""
-    return 3 * samples * prompt_bytes(models)
-
-
 def logits_bytes(encoder: nn.Module) -> int:
     """Return the bytes of the text encoder's logits, which a pipeline does not use. 0 for an encoder without them."""
     head = getattr(encoder, "lm_head", None)
     return 0 if head is None else TEXT_TOKENS * head.weight.shape[0] * head.weight.itemsize
-
-
-def connecting_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
-    """Return the bytes that the connectors compute with."""
-    return COPIES * samples * prompt_bytes(models)
 
 
 def video_decoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int | None:

@@ -113,13 +113,13 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
 def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
     """Yield the stages of a pipeline that makes sound too. It encodes one frame, if it starts from an image."""
     models, vae, samples = patched.models, patched.models["vae"], patched.samples
-    kept = sound.kept_prompts_bytes(models, samples)
+    kept, prompts = sound.kept_prompts_bytes(models, samples), samples * sound.prompt_bytes(models)
     decoding = _whole_and_in_tiles(sound.video_decoding_bytes, vae, video, kept)
     if (encoder := models.get("text_encoder")) is not None:
         layer = encoder_bytes(encoder, sound.TEXT_TOKENS) + sound.logits_bytes(encoder)
-        yield Stage("text encoding", ("text_encoder",), layer + sound.prompt_copies_bytes(models, samples))
+        yield Stage("text encoding", ("text_encoder",), layer + sound.IN_ENCODER * prompts)
     if "connectors" in models:
-        yield Stage("connectors", ("connectors",), sound.connecting_bytes(models, samples))
+        yield Stage("connectors", ("connectors",), sound.IN_CONNECTORS * prompts)
     if patched.own_timesteps:
         given = video._replace(frames=1)
         whole, in_tiles = _whole_and_in_tiles(sound.video_encoding_bytes, vae, given, kept)

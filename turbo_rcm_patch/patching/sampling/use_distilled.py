@@ -102,7 +102,7 @@ def use_distilled(
         notes += [f"{name}: no LoRA, so its steps are not distilled" for name in models if name not in files]
     else:
         dense = [name for name, model in models.items() if not any(map(is_projection, dict(model.named_parameters())))]
-        keys = [_keys_of(name, models[name]) for name in dense]
+        keys = [keys_of_model(_name_of(models[name]), name) for name in dense]
         notes = [note for found in keys for note in ignored_parts(found)]
     sampling = _sampling(pipe, chosen, files, models, notes, steps)
     check_experts(pipe, sampling.scheduler.timesteps[:1].tolist(), sampling.boundary_ratio)
@@ -167,11 +167,6 @@ def _read(pipe: DiffusionPipeline, source: Source | Sequence[Source | None], mod
     return files
 
 
-def _keys_of(name: str, model: nn.Module) -> set[str]:
-    """Return the names of the tensors in a transformer's files, or an empty set if the files are not found."""
-    return keys_of_model(_name_of(model), name)
-
-
 def _sampling(
     pipe: DiffusionPipeline,
     chosen: Recipe | None,
@@ -231,7 +226,7 @@ def _recognise_files(files: Files, models: Models, *, ltx2: bool) -> Recognised:
 def _recognise_loaded(models: Models) -> Recognised | None:
     """Recognise the loaded models by their names and files. Raises ValueError if these contradict each other."""
     for name, model in models.items():
-        found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(name, model))]
+        found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(keys_of_model(_name_of(model), name))]
         told = [recognised for recognised in found if recognised is not None]
         if len({recognised.recipe for recognised in told}) > 1:
             raise ValueError(
