@@ -1,6 +1,6 @@
 """LoRA files in the published key formats, for tiny transformers, and what each amounts to in diffusers' parameters.
 
-Names and formats are written out here once more, so that a slip in the package's tables shows.
+Formats are written out here once more, as names are in official_names.py, so that a slip in the package's tables shows.
 """
 
 import copy
@@ -9,41 +9,19 @@ from functools import partial
 import torch
 from safetensors.torch import save_file
 
+from tests import official_names
+from tests.official_names import LINEARS, WHOLE
 from turbo_rcm_patch.checkpoints import lora
 from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
 
 read_lora = partial(lora.read_lora, names=WAN_NAMES)
 
-BLOCK = {  # the authors' names of a block's linears, and diffusers'
-    "self_attn.q": "attn1.to_q",
-    "self_attn.k": "attn1.to_k",
-    "self_attn.v": "attn1.to_v",
-    "self_attn.o": "attn1.to_out.0",
-    "cross_attn.q": "attn2.to_q",
-    "cross_attn.k": "attn2.to_k",
-    "cross_attn.v": "attn2.to_v",
-    "cross_attn.o": "attn2.to_out.0",
-    "ffn.0": "ffn.net.0.proj",
-    "ffn.2": "ffn.net.2",
-}
-IMAGE_BLOCK = {"cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn2.add_v_proj"}
-OUTSIDE = {
-    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
-    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
-    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
-    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
-    "time_projection.1": "condition_embedder.time_proj",
-}
-IMAGE_OUTSIDE = {
-    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
-    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
-}
+BLOCK = {name: official_names.BLOCK[name] for name in LINEARS}
+IMAGE_BLOCK = {name: official_names.BLOCK[name] for name in ("cross_attn.k_img", "cross_attn.v_img")}
+IMAGE_OUTSIDE = {name: WHOLE[name] for name in ("img_emb.proj.1", "img_emb.proj.3")}
+OUTSIDE = {name: module for name, module in WHOLE.items() if name.startswith(("text_embedding", "time_"))}
 NORMS = {
-    "self_attn.norm_q": "attn1.norm_q",
-    "self_attn.norm_k": "attn1.norm_k",
-    "cross_attn.norm_q": "attn2.norm_q",
-    "cross_attn.norm_k": "attn2.norm_k",
-    "norm3": "norm2",
+    name: module for name, module in official_names.BLOCK.items() if "norm" in name and name != "cross_attn.norm_k_img"
 }
 
 

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
-from tests.lora_files import BLOCK, IMAGE_BLOCK, IMAGE_OUTSIDE, NORMS, OUTSIDE
+from tests.official_names import BLOCK, WHOLE
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.names import ModelNames, owner_in
 from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
@@ -14,12 +14,8 @@ IMAGE = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36, "pos_e
 
 
 def expected(model):
-    """The authors' names and diffusers', written out."""
-    blocks = {**BLOCK, **IMAGE_BLOCK, **NORMS, "cross_attn.norm_k_img": "attn2.norm_added_k"}
-    named = {f"blocks.{i}.{theirs}": f"blocks.{i}.{ours}" for i in range(2) for theirs, ours in blocks.items()}
-    outside = {"head.head": "proj_out", "patch_embedding": "patch_embedding", **OUTSIDE, **IMAGE_OUTSIDE}
-    image = "condition_embedder.image_embedder"
-    return {**named, **outside, "img_emb.proj.0": f"{image}.norm1", "img_emb.proj.4": f"{image}.norm2"}
+    """The authors' names and diffusers'."""
+    return {f"blocks.{i}.{theirs}": f"blocks.{i}.{ours}" for i in range(2) for theirs, ours in BLOCK.items()} | WHOLE
 
 
 @pytest.fixture
