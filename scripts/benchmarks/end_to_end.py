@@ -42,11 +42,8 @@ from turbo_rcm_patch.bench.cases import (
 from turbo_rcm_patch.bench.compare import Comparison, compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.config import CUDA_GRAPH_MODES, VAE_8BIT, BlockSparse, PatchConfig, Sparse, resolve_config
-from turbo_rcm_patch.patching import patch
+from turbo_rcm_patch.config import VAE_8BIT, BlockSparse, PatchConfig, Sparse, resolve_config
 from turbo_rcm_patch.patching.families import CASES, family_of
-
-WITHOUT_GRAPHS = "patched, without CUDA graphs"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     """Run one of several processes, each on the GPU of its rank. The first one reports."""
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", rank), options.backend
+        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
@@ -117,9 +114,6 @@ def measure(options: argparse.Namespace, preset: str, device: torch.device, *, i
     if options.lora:
         settings["lora_ranks"] = options.lora
     print(*(f"{name} {value}" for name, value in settings.items()), sep=", ")
-    beside = lora_variants(pipe, config) if options.lora else {}
-    if options.without_graphs:
-        beside[WITHOUT_GRAPHS] = lambda: patch(pipe, replace(config, cuda_graph="off"))
     return compare(
         pipe,
         {**call, **(structured_inputs(pipe, **size) if is_sparse else random_inputs(pipe))},
@@ -127,21 +121,20 @@ def measure(options: argparse.Namespace, preset: str, device: torch.device, *, i
         with_compile=False if options.no_compile else None,
         with_oracle=not is_sparse,
         ulysses=options.ulysses,
-        warmups=options.warmups,
         repeats=options.repeats,
         settings={
             **settings,
             "repeats": options.repeats,
-            "cuda_graph": options.cuda_graph,
+            "cuda_graph": config.cuda_graph,
             **({"ulysses": options.ulysses} if options.ulysses > 1 else {}),
         },
-        beside=beside,
+        beside=lora_variants(pipe, config) if options.lora else {},
         changed=(lambda: rescaled_once(pipe)) if options.lora else None,
     )
 
 
 def config_of(options: argparse.Namespace, preset: str) -> PatchConfig:
-    changes = {"cuda_graph": options.cuda_graph, "vae": options.vae, "mass": options.mass}
+    changes = {"vae": options.vae, "mass": options.mass}
     return replace(resolve_config(preset), **{name: value for name, value in changes.items() if value is not None})
 
 
@@ -171,13 +164,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="measured generations per variant (default 5)")
-    parser.add_argument("--warmups", type=int, default=1, help="generations per variant before them (default 1)")
     parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
-    parser.add_argument("--backend", default="cpu:gloo,cuda:nccl", help="of torch.distributed's process group")
     parser.add_argument("--preset", nargs="+", default=["exact"], help="of the patch, one or several (default exact)")
     parser.add_argument("--mass", type=float, help="of block-sparse attention (default: the preset's)")
-    parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
-    parser.add_argument("--without-graphs", action="store_true", help="time the patch without CUDA graphs too")
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--vae-dtype", choices=("float32", "bfloat16"), help="default: that of the transformer")

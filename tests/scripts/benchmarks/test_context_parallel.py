@@ -31,14 +31,12 @@ def one_process(rank, arguments, rendezvous, folder):
 
 def test_two_processes_compare_and_one_reports(tmp_path):
     arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile", "--decode"]
-    arguments += ["--preset", "exact", "quantized", "--without-graphs", "--json", str(tmp_path / "figures.json")]
+    arguments += ["--preset", "exact", "quantized", "--json", str(tmp_path / "figures.json")]
     start_on_cpu(one_process, arguments, f"file://{tmp_path}/rendezvous", tmp_path)
     by_preset = json.loads((tmp_path / "figures.json").read_text())
     figures, in_8_bits = by_preset["exact"], by_preset["quantized"]["variants"][1]
     assert 1e-3 < in_8_bits["step_error"] < 0.1
-    unpatched, patched, without_graphs = figures["variants"]
-    assert without_graphs["name"] == end_to_end.WITHOUT_GRAPHS
-    assert without_graphs["latents"]["relative_l2"] <= 1e-6
+    unpatched, patched = figures["variants"]
     assert figures["settings"]["ulysses"] == 2
     assert unpatched["step_error"] <= 1e-6  # fp32 against fp32 of the whole sequence
     assert patched["step_error"] <= 1e-6
