@@ -110,7 +110,7 @@ def test_variants_are_what_they_are_called():
 
 def test_script(tmp_path, capsys):
     path = tmp_path / "lora.json"
-    options = ["--config", "tiny", "--layers", "1", "--steps", "2", "--warmups", "0", "--repeats", "1"]
+    options = ["--config", "tiny", "--layers", "1", "--steps", "2", "--repeats", "1"]
     options += ["--no-compile", "--lora", "4", "4"]
     assert end_to_end.main([*options, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
