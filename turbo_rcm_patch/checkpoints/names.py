@@ -18,12 +18,7 @@ PREFIXES = (
     *("pipe.dit.", "dit."),  # DiffSynth
     *("base_model.model.", "module.", "model.", "net."),  # PEFT, DistributedDataParallel, CausVid, rCM
     "velocity_model.",  # LTX-2's authors and TurboT2AV
-    *(
-        "lora_unet__",
-        "lora_unet_",
-        "lora_transformer_",
-        "lycoris_",
-    ),  # VideoX-Fun, Kohya and musubi, OneTrainer, LyCORIS
+    *("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_"),  # VideoX-Fun, Kohya, musubi, OneTrainer, LyCORIS
 )
 # torch.compile, FSDP and activation checkpointing, at the beginning or inside of a name.
 _WRAPPER = re.compile(r"(?<![a-z])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[._]")

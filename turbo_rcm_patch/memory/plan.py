@@ -92,11 +92,13 @@ class MemoryPlan:
                 f"the host keeps {in_gb(originals)} GB of original weights for restore(); restorable=False in the "
                 "configuration, such as trp.Quantized(restorable=False), frees them"
             )
-        yield from map(_hint_of_8_bits, filter(self._is_long_text_encoder, self.components))
-
-    def _is_long_text_encoder(self, component: Component) -> bool:
-        """True for a text encoder that streams in 16 bits or more."""
-        return component.name in self.placement.streaming and component.table > 0 and not component.in_8_bits
+        for c in self.components:
+            if c.name in self.placement.streaming and c.table and not c.in_8_bits:  # a text encoder in 16 bits or more
+                yield (
+                    f"{c.name}: {in_gb(c.blocks)} GB stream for each prompt; in 8 bits it would be about half, with "
+                    "slightly other embeddings: trp.patch_text_encoder(pipe, in_8_bits=True) before fit, or "
+                    "--text-encoder 8bit"
+                )
 
     def _row(self, component: Component) -> tuple[str, ...]:
         streams = component.name in self.placement.streaming
@@ -114,14 +116,6 @@ class MemoryPlan:
             function, *arguments = self._undo[-1]
             function(*arguments)
             self._undo.pop()  # only now, so that a second call goes on where this one failed
-
-
-def _hint_of_8_bits(component: Component) -> str:
-    return (
-        f"{component.name}: {in_gb(component.blocks)} GB stream for each prompt; in 8 bits it would be about half, "
-        "with slightly other embeddings: trp.patch_text_encoder(pipe, in_8_bits=True) before fit, or "
-        "--text-encoder 8bit"
-    )
 
 
 def fit(

@@ -4,14 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from turbo_rcm_patch.patching.text_encoder.apply import linears_to_store
 from turbo_rcm_patch.patching.weights import linear_8bit
-from turbo_rcm_patch.patching.weights.weight_only import (
-    GROUP,
-    WeightOnlyLinear,
-    bring_back,
-    convert_in_groups,
-    why_not_in_groups,
-)
+from turbo_rcm_patch.patching.weights.weight_only import GROUP, WeightOnlyLinear, bring_back, convert_in_groups
 
 CPU = torch.device("cpu")
 
@@ -88,6 +83,6 @@ def test_kernels_that_round_the_inputs_do_not_get_it():
         stored(nn.Linear(GROUP, 4)).quantized()
 
 
-def test_widths_that_no_group_divides_are_named():
-    assert "40" in why_not_in_groups(nn.Linear(40, 4))
-    assert why_not_in_groups(nn.Linear(64, 4)) is None
+def test_widths_that_no_group_divides_are_left_out():
+    odd, even, empty = nn.Linear(40, 4), nn.Linear(64, 4), nn.Linear(64, 0)
+    assert linears_to_store(nn.Sequential(odd, even, empty)) == [even]

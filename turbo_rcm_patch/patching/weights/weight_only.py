@@ -45,13 +45,6 @@ class WeightOnlyLinear(QuantizedLinear):
         return F.linear(input, bring_back(*parts, self.weight_dtype), self.bias)
 
 
-def why_not_in_groups(linear: nn.Linear) -> str | None:
-    """Return the reason why a linear's weight cannot be stored so, or None."""
-    if linear.in_features % GROUP or linear.weight.numel() == 0:
-        return f"its width {linear.in_features} is no multiple of {GROUP}"
-    return None
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def convert_in_groups(weight: torch.Tensor, device: torch.device) -> QuantizedWeight:
