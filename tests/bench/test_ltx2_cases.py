@@ -139,7 +139,7 @@ def test_compare_judges_both_streams(stream, monkeypatch):
 
 def test_end_to_end_runs_in_several_tiers(tmp_path, capsys):
     path, presets = tmp_path / "figures.json", ["quantized", "sparse", "block_sparse"]
-    arguments = ["--config", "tiny-ltx2", "--preset", *presets, "--steps", "2", "--repeats", "1", "--warmups", "0"]
+    arguments = ["--config", "tiny-ltx2", "--preset", *presets, "--steps", "2", "--repeats", "1"]
     assert end_to_end.main([*arguments, "--no-compile", "--decode", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())
     assert [(run["settings"]["preset"], run["settings"].get("mass")) for run in figures.values()] == [
