@@ -105,7 +105,8 @@ def test_a_file_of_comfyui_with_the_other_models_of_a_pipeline(file):
     model, weights = tiny_wan_transformer(**SIZE), scaled()
     whole = {f"model.diffusion_model.{name}": tensor for name, tensor in weights.items()}
     encoder = "text_encoders.umt5xxl.transformer"
-    for name in ("vae.decoder.conv1.weight", f"{encoder}.shared.weight", f"{encoder}.scaled_fp8"):
+    others = ("vae.decoder.conv1.weight", "vocoder.act.alpha", f"{encoder}.shared.weight", f"{encoder}.scaled_fp8")
+    for name in others:
         whole[name] = torch.ones(4, 4).to(E4M3)
     whole[f"{encoder}.shared.scale_weight"] = torch.ones(1)
     trp.load_turbodiffusion(file(whole), model, "quantized")
