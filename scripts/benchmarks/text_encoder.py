@@ -54,8 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     prompts = {count: random_prompt(count, device) for count in options.tokens}
     exact = {count: embeddings(encoder, *prompt)[:, :count] for count, prompt in prompts.items()}
     encoder.bfloat16()
-    rows = list(all_rows(encoder, prompts, exact, options.repeats))
-    rounding = list(errors_by_group(encoder, prompts, exact))
+    in_bf16 = dict(errors_of(encoder, prompts, exact))
+    rows = list(all_rows(encoder, prompts, exact, in_bf16, options.repeats))
+    rounding = list(errors_by_group(encoder, prompts, exact, in_bf16))
     print(table([HEADER, *map(cells, rows)]))
     print(table([("one scale for", "tokens", "error", "of bf16's"), *map(group_cells, rounding)]))
     if options.json is not None:
@@ -107,11 +108,14 @@ def embeddings(encoder: nn.Module, tokens: torch.Tensor, mask: torch.Tensor) -> 
     return encoder(tokens, mask).last_hidden_state
 
 
-def all_rows(encoder: UMT5EncoderModel, prompts: dict, exact: dict, repeats: int) -> Iterator[dict]:
-    """Yield the figures of each variant and prompt."""
-    in_bf16 = {
-        count: relative_l2(embeddings(encoder, *prompt)[:, :count], exact[count]) for count, prompt in prompts.items()
-    }
+def errors_of(encoder: nn.Module, prompts: dict, exact: dict) -> Iterator[tuple[int, float]]:
+    """Yield the length of each prompt and the error of its embeddings."""
+    for count, prompt in prompts.items():
+        yield count, relative_l2(embeddings(encoder, *prompt)[:, :count], exact[count])
+
+
+def all_rows(encoder: UMT5EncoderModel, prompts: dict, exact: dict, in_bf16: dict, repeats: int) -> Iterator[dict]:
+    """Yield the figures of each variant and prompt. in_bf16: the errors of bf16, by the prompt's length."""
     for name, (patched, streams) in VARIANTS.items():
         device = encoder.device
         with ExitStack() as stack:
@@ -156,18 +160,14 @@ def synchronize(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def errors_by_group(encoder: UMT5EncoderModel, prompts: dict, exact: dict) -> Iterator[dict]:
+def errors_by_group(encoder: UMT5EncoderModel, prompts: dict, exact: dict, in_bf16: dict) -> Iterator[dict]:
     """Yield the errors with all linears' weights rounded to int8, with one scale for groups of several sizes."""
     linears = linears_of(encoder)
     originals = [linear.weight.clone() for linear in linears]
-    in_bf16 = {
-        count: relative_l2(embeddings(encoder, *prompt)[:, :count], exact[count]) for count, prompt in prompts.items()
-    }
     for group in GROUPS:
         for linear, original in zip(linears, originals, strict=True):
             linear.weight.copy_(rounded(original, group))
-        for count, prompt in prompts.items():
-            error = relative_l2(embeddings(encoder, *prompt)[:, :count], exact[count])
+        for count, error in errors_of(encoder, prompts, exact):
             yield {"group": group, "tokens": count, "error": error, "of_bf16": error / in_bf16[count]}
     for linear, original in zip(linears, originals, strict=True):
         linear.weight.copy_(original)

@@ -183,13 +183,10 @@ def draw_charts(runs: dict, path: Path) -> None:
 
 def chart_data(runs: dict) -> dict[str, object]:
     """Return the data of each chart that has any: tiers, denoising steps, DRAM passes of a block, attention modules."""
+    models, steps = one_of_each_model(speedups_by_tier(runs)), real_models(runs)
     data = {
-        "tiers": one_of_each_model(speedups_by_tier(runs))
-        and {
-            "gpu": next(iter(real_models(runs).values()))["environment"]["gpu"],
-            "models": one_of_each_model(speedups_by_tier(runs)),
-        },
-        "steps": real_models(runs),
+        "tiers": models and {"gpu": _gpu_of(steps), "models": models},
+        "steps": steps,
         "traffic": [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"],
         "modules": runs.get("implementations", {}).get("rows"),
     }
