@@ -189,6 +189,7 @@ def test_sigma_max_below_the_second_time_takes_one_step_only():
         ({"boundary_timestep": math.nan}, "boundary_timestep=nan; give a finite timestep, 0 or more"),
         ({"boundary_timestep": -1.0}, r"boundary_timestep=-1\.0"),
         ({"boundary_timestep": math.inf}, "boundary_timestep=inf"),
+        ({"boundary_timestep": "900"}, "boundary_timestep='900'"),
     ],
 )
 def test_timesteps_that_no_network_has(options, message):

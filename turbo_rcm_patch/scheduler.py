@@ -10,6 +10,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -407,7 +408,8 @@ def _are_evenly_spaced(sigmas: Sequence[float] | torch.Tensor) -> bool:
 def _check_timesteps(num_train_timesteps: int, boundary_timestep: float | None) -> None:
     if not isinstance(num_train_timesteps, int) or num_train_timesteps < 1:
         raise ValueError(f"num_train_timesteps={num_train_timesteps!r}; give a whole number above 0, 1000 for Wan.")
-    if boundary_timestep is not None and not 0 <= boundary_timestep < math.inf:
+    is_finite = isinstance(boundary_timestep, Real) and 0 <= boundary_timestep < math.inf
+    if boundary_timestep is not None and not is_finite:
         raise ValueError(f"boundary_timestep={boundary_timestep!r}; give a finite timestep, 0 or more, or None.")
 
 
