@@ -62,7 +62,7 @@ class WholeModel:
         Quantised weights of unknown formats raise ValueError even so: their values mean nothing without their scales.
         So do weights with scales: what two such files differ by is mostly rounding.
         """
-        self.source, self.quantized, self.unfit = str(source), [], []
+        self.source, self.quantized = str(source), []
         self._names = names
         self._prefix = _prefix_of(next(iter(tensors)))
         found: dict[str, str] = {}
@@ -100,10 +100,10 @@ class WholeModel:
         if problems.integers:
             key = problems.integers[0]
             raise ValueError(f"{self.source}: {key} holds integers, but the file has no scales for them. {REMEDY}")
-        if partial:
-            self.unfit = problems.lines()
-        else:
-            problems.raise_if_any(self.source, type(model).__name__)
+        self.unfit = problems.lines()
+        if self.unfit and not partial:
+            lines = "; ".join(self.unfit)
+            raise ValueError(f"{self.source} does not fit the {type(model).__name__}; give a file that does. {lines}.")
 
     def _weight(
         self, name: str, shape: tuple[int, ...], tensors: Tensors, found: dict[str, str], problems: _Problems
@@ -215,11 +215,6 @@ class _Problems:
             *(f"{name} is unexpected" for name in self.unexpected),
             *self.misshapen,
         ]
-
-    def raise_if_any(self, source: str, model: str) -> None:
-        lines = self.lines()
-        if lines:
-            raise ValueError(f"{source} does not fit the {model}; give a file that does. {'; '.join(lines)}.")
 
 
 def _other_depth(model: nn.Module, names: Names, every: Set[str]) -> str | None:
