@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 OUT_OF_MEMORY = (
-    "out of memory; try fewer --frames, a smaller --height and --width, --offload or --vram on a GPU, or for evaluate "
+    "out of memory; try fewer --frames, a smaller --height and --width, --offload or --vram on one GPU, or for evaluate "
     "a smaller --batch-size."
 )
 
