@@ -43,7 +43,10 @@ from turbo_rcm_patch.bench.compare import Comparison, compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import VAE_8BIT, BlockSparse, PatchConfig, Sparse, resolve_config
+from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.families import CASES, family_of
+
+WITHOUT_GRAPHS = "patched, without CUDA graphs"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,6 +117,9 @@ def measure(options: argparse.Namespace, preset: str, device: torch.device, *, i
     if options.lora:
         settings["lora_ranks"] = options.lora
     print(*(f"{name} {value}" for name, value in settings.items()), sep=", ")
+    beside = lora_variants(pipe, config) if options.lora else {}
+    if options.without_graphs:
+        beside[WITHOUT_GRAPHS] = lambda: patch(pipe, replace(config, cuda_graph="off"))
     return compare(
         pipe,
         {**call, **(structured_inputs(pipe, **size) if is_sparse else random_inputs(pipe))},
@@ -128,7 +134,7 @@ def measure(options: argparse.Namespace, preset: str, device: torch.device, *, i
             "cuda_graph": config.cuda_graph,
             **({"ulysses": options.ulysses} if options.ulysses > 1 else {}),
         },
-        beside=lora_variants(pipe, config) if options.lora else {},
+        beside=beside,
         changed=(lambda: rescaled_once(pipe)) if options.lora else None,
     )
 
@@ -167,6 +173,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
     parser.add_argument("--preset", nargs="+", default=["exact"], help="of the patch, one or several (default exact)")
     parser.add_argument("--mass", type=float, help="of block-sparse attention (default: the preset's)")
+    parser.add_argument("--without-graphs", action="store_true", help="time the patch without CUDA graphs too")
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--vae-dtype", choices=("float32", "bfloat16"), help="default: that of the transformer")

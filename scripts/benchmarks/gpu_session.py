@@ -79,7 +79,7 @@ def _on_several_gpus(gpus: int) -> dict[str, tuple[str, ...]]:
         "exchange-wan2.1-1.3b": (*EXCHANGE, "--heads", "12", "--tokens", "32760"),
         "exchange-wan2.1-14b-720p": (*EXCHANGE, "--heads", "40", "--tokens", "75600"),
         "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *tiers),
-        "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", *tiers),
+        "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", "--without-graphs", *tiers),
         "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", *decoded, *tiers),
         "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", *decoded, *tiers),
         "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *alone),

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 OUT_OF_MEMORY = (
-    "out of memory; try fewer --frames, a smaller --height and --width, --offload or --vram on one GPU, or for evaluate "
-    "a smaller --batch-size."
+    "out of memory; try fewer --frames, a smaller --height and --width, --offload or --vram on one GPU, or for "
+    "evaluate a smaller --batch-size."
 )
 
 

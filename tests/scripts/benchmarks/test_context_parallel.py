@@ -7,6 +7,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from scripts.benchmarks import end_to_end, exchange
+from scripts.tools.pages.charts import names_of
 from tests.ranks import start_on_cpu, use_one_thread
 
 TOKENS = 12  # of the tiny case's video
@@ -31,12 +32,14 @@ def one_process(rank, arguments, rendezvous, folder):
 
 def test_two_processes_compare_and_one_reports(tmp_path):
     arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile", "--decode"]
-    arguments += ["--preset", "exact", "quantized", "--json", str(tmp_path / "figures.json")]
+    arguments += ["--preset", "exact", "quantized", "--without-graphs", "--json", str(tmp_path / "figures.json")]
     start_on_cpu(one_process, arguments, f"file://{tmp_path}/rendezvous", tmp_path)
     by_preset = json.loads((tmp_path / "figures.json").read_text())
     figures, in_8_bits = by_preset["exact"], by_preset["quantized"]["variants"][1]
     assert 1e-3 < in_8_bits["step_error"] < 0.1
-    unpatched, patched = figures["variants"]
+    unpatched, patched, without_graphs = figures["variants"]
+    assert names_of(figures)[without_graphs["name"]] == end_to_end.WITHOUT_GRAPHS
+    assert without_graphs["latents"]["relative_l2"] <= 1e-6
     assert figures["settings"]["ulysses"] == 2
     assert unpatched["step_error"] <= 1e-6  # fp32 against fp32 of the whole sequence
     assert patched["step_error"] <= 1e-6
