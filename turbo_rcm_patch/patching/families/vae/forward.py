@@ -279,7 +279,11 @@ def compiled_ahead(
 
 def _launches_kernels(network: nn.Module, x: torch.Tensor, plan: VaePlan) -> bool:
     """True on a GPU, if the convolutions are kernels too. PyTorch's would run while others are only compiled."""
-    return x.is_cuda and takes_front(plan.convolution(network.conv_in, x.permute(0, 2, 3, 4, 1).shape))
+    return x.is_cuda and _convolutions_are_ours(network, x, plan)
+
+
+def _convolutions_are_ours(network: nn.Module, x: torch.Tensor, plan: VaePlan) -> bool:
+    return takes_front(plan.convolution(network.conv_in, x.permute(0, 2, 3, 4, 1).shape))
 
 
 def joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
