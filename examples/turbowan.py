@@ -44,9 +44,8 @@ except OSError as error:
 if torch.cuda.is_available() and not options.vram:
     pipe.to("cuda")
 
-patch = load_turbodiffusion(
-    options.weights, pipe, Sparse(restorable=not options.vram)
-)  # else it keeps bf16 weights too
+# restorable=False frees the bf16 weights, which restore() would need.
+patch = load_turbodiffusion(options.weights, pipe, Sparse(restorable=not options.vram))
 use_distilled(pipe, recipe="turbowan-i2v" if options.image else "turbowan")
 
 height, width, num_frames = options.size or size

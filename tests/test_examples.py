@@ -185,6 +185,16 @@ def test_benchmark_end_to_end(tmp_path, capsys):
         assert text in printed
 
 
+def test_benchmark_checks_its_presets_first(capsys):
+    for presets, message in (
+        (["exact", "quantised"], "invalid choice: 'quantised'"),
+        (["sparse"], "--mass is of block"),
+    ):
+        with pytest.raises(SystemExit):
+            end_to_end.main(["--mass", "0.5", "--preset", *presets])
+        assert message in capsys.readouterr().err
+
+
 def test_benchmark_with_another_mass_and_a_vae_in_8_bits(tmp_path):
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile"]

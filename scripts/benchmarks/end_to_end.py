@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -42,7 +43,7 @@ from turbo_rcm_patch.bench.cases import (
 from turbo_rcm_patch.bench.compare import Comparison, compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.config import VAE_8BIT, BlockSparse, PatchConfig, Sparse, resolve_config
+from turbo_rcm_patch.config import PRESETS, VAE_8BIT, BlockSparse, PatchConfig, Sparse, resolve_config
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.families import CASES, family_of
 
@@ -78,6 +79,7 @@ def measure_presets(options: argparse.Namespace, device: torch.device, *, is_fir
     several a dictionary by preset."""
     figures = {}
     for preset in options.preset:
+        gc.collect()  # the memory of the pipeline before, which would be there beside the next oracle
         comparison = measure(options, preset, device, is_first=is_first)
         print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
         figures[preset] = comparison.to_dict()
@@ -171,7 +173,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="measured generations per variant (default 5)")
     parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
-    parser.add_argument("--preset", nargs="+", default=["exact"], help="of the patch, one or several (default exact)")
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["exact"], help="of the patch (default exact)")
     parser.add_argument("--mass", type=float, help="of block-sparse attention (default: the preset's)")
     parser.add_argument("--without-graphs", action="store_true", help="time the patch without CUDA graphs too")
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")

@@ -1,5 +1,6 @@
 """verify and compare of the quantized tier: the limits are its own, every part is checked, and nothing wrong passes."""
 
+import functools
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tests.patching.launches import around_launches
 from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.parts import PV, QK, SUB_LAYERS
 from turbo_rcm_patch.bench.report import comparison_table, verification_table
@@ -154,3 +156,23 @@ def test_the_bytes_of_weights_are_those_that_the_model_has_meanwhile():
     tensors = *pipe.transformer.parameters(), *pipe.transformer.buffers()
     assert unpatched.weights == exact.weights == sum(tensor.nbytes for tensor in tensors)
     assert 0.9 * saved < unpatched.weights - patched.weights < saved  # less the scales
+
+
+def test_torch_compile_takes_part_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(variants_module, "_has_torchao", lambda: False)
+    pipe, calls = rcm_pipeline(), []
+
+    def compiled_call(block, *args):
+        calls.append(quantized_linears(block))
+        return type(block).forward(block, *args)
+
+    def compile_repeated_blocks():
+        for block in pipe.transformer.blocks:
+            block._compiled_call_impl = functools.partial(compiled_call, block)
+
+    monkeypatch.setattr(pipe.transformer, "compile_repeated_blocks", compile_repeated_blocks)
+    monkeypatch.setattr(pipe.vae.decoder, "compile", lambda: None)  # takes a minute
+    comparison = compare(pipe, GENERATION, config="quantized", with_compile=True, repeats=1, warmups=1)
+    assert names(comparison) == ["unpatched", "torch.compile", "patched exactly", "patched"]
+    assert len(calls) == 2 * 2 * GENERATION["num_inference_steps"]  # turns, blocks
+    assert not any(calls)  # the 8-bit weights of another turn are not left

@@ -94,7 +94,7 @@ class WholeModel:
         if reason is not None:
             raise ValueError(
                 f"{self.source} holds a model of another size than this {type(model).__name__}: {reason}. Give a file "
-                "of the model's size, or load the model of the file's."
+                "of the model's size, the folder of a model in several files, or load the model of the file's."
             )
         refuse_companions(self.source, found, every, frozenset(map(without_prefix, problems.missing)))
         if problems.integers:

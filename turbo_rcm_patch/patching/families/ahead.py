@@ -25,10 +25,10 @@ def compile_ahead(
     inputs: Sequence[torch.Tensor],
     why_not_repeatable: Callable[[nn.Module, torch.device], str | None],
 ) -> None:
-    """Compile the kernels of a block if this is the model's first call that launches GPU kernels (`is_due`).
+    """Compile the kernels of a block. Call this only where it `is_due`.
 
-    Do nothing if something around the call observes or records it, or if an extra run of the block has a visible
-    effect. Each kernel is then compiled at its first launch.
+    Do nothing if the block launches no GPU kernels, if something around the call observes or records it, or if an extra
+    run of the block has a visible effect. Each kernel is then compiled at its first launch.
 
     run: runs the block's plan. inputs: the tensors of the block's call, first the hidden states. why_not_repeatable:
     (module, device of the inputs) -> why the module may not run once more, or None.

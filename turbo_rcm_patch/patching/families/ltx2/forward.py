@@ -132,7 +132,8 @@ def run_block(block: LTX2VideoTransformerBlock, given: Arguments, inputs: Inputs
     state = state_of(block)
     plan = state.plans.get(block, _call_of(block, given, inputs), partial(decide, state.kind))
     if is_due(state.shared):
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        values = (part for value in given for part in (value if isinstance(value, tuple) else (value,)))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         compile_ahead(state.shared, block, partial(plan.run, inputs), tensors, why_not_repeatable)
     if torch.compiler.is_compiling():
         return plan.run(inputs)
