@@ -9,7 +9,7 @@ The prompt is random embeddings and the image random features: no encoder runs. 
 and the sampler. Its error to fp32 is measured first. Nothing is timed if the patch errs more than its tier may. In the
 sparse tiers weights and inputs resemble trained ones, which decides what attention leaves out. There the error is not
 measured, because it would be that of leaving blocks out; verify measures it layer by layer. Several presets are timed
-one after another, each with its own torch.compile in turns, but what torch.compile has compiled stays. With LoRA
+one after another. torch.compile runs in turns with each of them, but compiles the blocks only for the first. With LoRA
 adapters a step is also timed without them, and with a new scale or another adapter at each step. torch.compile's step
 after a new scale is timed once.
 """
@@ -75,11 +75,10 @@ def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str)
 
 
 def measure_presets(options: argparse.Namespace, device: torch.device, *, is_first: bool = True) -> None:
-    """Measure one preset after another, and write the figures so far after each: of one preset alone its figures, of
-    several a dictionary by preset."""
+    """Measure one preset after another. After each, write the figures so far: by preset if several were asked for."""
     figures = {}
     for preset in options.preset:
-        gc.collect()  # the memory of the pipeline before, which would be there beside the next oracle
+        gc.collect()  # frees the last preset's pipeline before the next one is built
         comparison = measure(options, preset, device, is_first=is_first)
         print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
         figures[preset] = comparison.to_dict()

@@ -45,8 +45,6 @@ EXCHANGE = ("scripts/benchmarks/exchange.py",)
 LTX2 = (*END_TO_END, "ltx2-19b", *THRICE)
 AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
-
-
 # The tiers of a step that times several, and the ends of their runs' names.
 ENDINGS = {"exact": "", "quantized": "-quantized", "sparse": "-sparse", "block_sparse": "-block-sparse"}
 
@@ -265,7 +263,7 @@ class ResultsFile:
         self._empty = {"gpu": gpu, "tests": [], "runs": {}}
 
     def keep_runs(self, step: str, figures: dict) -> None:
-        """Replace the older runs of a measurement. Of several tiers, those that it came to have figures."""
+        """Replace the older runs of a measurement. If it failed in a later tier, the earlier ones have figures."""
         names, results = runs_of(step), self._read()
         new = {step: figures} if len(names) == 1 else {names[preset]: run for preset, run in figures.items()}
         runs = {**results["runs"], **new}
