@@ -136,7 +136,7 @@ def launch_attention(device: torch.device) -> None:
 
 def launch_convolutions(device: torch.device) -> None:
     values = values_on(device)
-    for dtype, (channels, columns) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (64, 256), (20, 3))):
+    for dtype, (channels, columns) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (64, 256), (68, 3))):
         x, weight = values(1, 4, 13, 21, channels, dtype=dtype), values(columns, 3, 3, 3, channels, dtype=dtype)
         residual, bias = values(1, 2, 13, 21, columns, dtype=dtype), values(columns, dtype=dtype)
         conv_skip(x, weight, bias, residual)

@@ -105,6 +105,22 @@ def test_a_failed_recording_keeps_nothing_alive(tape):
     assert [memory() for memory in held] == [None] * 3
 
 
+def test_no_garbage_is_collected_while_a_call_is_recorded(tape):
+    """It may hold a dropped model's graph, whose end breaks a capture."""
+    recorded, collects = graphs.Graphs(), []
+
+    def function(x):
+        collects.append(gc.isenabled())
+        if len(collects) == 4:
+            raise RuntimeError("an op waits for the GPU")
+        return 2 * x
+
+    for key in ("first", "first", "second", "second"):
+        recorded.run(key, function, [torch.ones(3)])
+        assert gc.isenabled()
+    assert collects == [True, False, True, False, True]
+
+
 @pytest.mark.parametrize("recorded", [1, 2])
 def test_a_pool_is_given_back_with_the_last_of_its_recordings(tape, monkeypatch, recorded):
     released, kept = [], graphs.Graphs()

@@ -1,6 +1,7 @@
 """Graphs on a real GPU: the same tests, and those that need a GPU."""
 
 import multiprocessing
+import weakref
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -163,6 +164,40 @@ def break_a_capture():
         assert_same(pair, inputs)
     assert "none now: recording failed (" in note(pair[0])
     assert torch.cuda.current_stream() == stream
+
+
+@pytest.mark.gpu
+def test_gpu_a_dropped_models_graph_breaks_no_capture():
+    """Captures in a process of its own, because PyTorch before 2.13 does not recover from a broken capture."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        process.submit(capture_beside_garbage).result()
+
+
+def capture_beside_garbage():
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def allocating(*args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            make_python_collect()
+        return attention(*args, **kwargs)
+
+    dropped, pair = cuda_pair(), cuda_pair(config=trp.Exact(attention="sdpa", cuda_graph="auto"))
+    inputs = cuda_inputs(pair[0])
+    torch.nn.functional.scaled_dot_product_attention = allocating
+    assert_same(pair, inputs)
+    warm(dropped, inputs)
+    graph = weakref.ref(graphs_of(dropped[0]))
+    dropped[0].cycle = [dropped[0]]
+    del dropped
+    warm(pair, inputs)
+    assert graph() is not None
+    make_python_collect()
+    assert graph() is None
+
+
+def make_python_collect():
+    """Make so many objects that Python looks for garbage among the old ones too."""
+    assert [[] for _ in range(3 * 10**6)]
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ caller's key must name everything else that the function depends on.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import traceback
@@ -144,7 +145,7 @@ class Graphs:
             if self._recorder is None:
                 self._recorder = self._recorder_type(device)
             # Tensors made outside inference mode, so that the recording can also be replayed outside it.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), _without_garbage_collection():
                 self._recordings[key] = self._recorder.record(function, inputs)
         except Exception as error:
             # CUDA reports the end of a broken capture after its cause.
@@ -209,6 +210,18 @@ class CudaRecorder:
         """Give the pool's memory back to the GPU. Its graphs must be gone."""
         self._last_replay.synchronize()  # expandable segments are unmapped without waiting for it
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _without_garbage_collection():
+    """Keep Python from collecting garbage. A dropped model's graph would be destroyed, which breaks a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

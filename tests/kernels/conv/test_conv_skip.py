@@ -27,9 +27,10 @@ SIZES = {
     "frames alone, unaligned": (2, 3, 3, 5, 12, 7, 3, 1),
     "pixels alone": (2, 2, 9, 15, 40, 24, 1, 1),
     "one channel each": (1, 2, 3, 4, 1, 1, 3, 3),
-    "few channels": (1, 4, 5, 7, 16, 3, 3, 3),
-    "few channels, two samples": (2, 3, 9, 31, 12, 5, 3, 3),
-    "few channels, no window in time": (1, 2, 17, 19, 24, 16, 1, 3),
+    "few channels": (1, 4, 5, 7, 64, 3, 3, 3),
+    "few channels, two samples": (2, 3, 9, 31, 100, 5, 3, 3),
+    "few channels, no window in time": (1, 2, 17, 19, 128, 7, 1, 3),
+    "few channels of few": (1, 2, 5, 7, 16, 3, 3, 3),
     "few channels, no window in the plane": (2, 8, 3, 5, 16, 5, 3, 1),
 }
 CHANGES = {"plain": (False, 1), "upsampled and interleaved": (True, 2)}
@@ -147,12 +148,14 @@ def test_the_reference_is_what_diffusers_computes():
     torch.testing.assert_close(actual, expected.permute(0, 2, 3, 4, 1))
 
 
-@pytest.mark.parametrize(("N", "kh", "columns"), [(3, 3, 32), (16, 3, 144), (17, 3, 17), (3, 1, 3)])
-def test_narrow_results_read_each_pixel_once(N, kh, columns, monkeypatch):
-    """Positions in the window are columns of one product, which a second kernel adds."""
+@pytest.mark.parametrize(
+    ("C", "N", "kh", "columns"), [(32, 3, 3, 32), (144, 16, 3, 144), (31, 3, 3, 3), (143, 16, 3, 16), (32, 3, 1, 3)]
+)
+def test_narrow_results_read_each_pixel_once(C, N, kh, columns, monkeypatch):
+    """Positions in the window are columns of one product, which a second kernel adds, if it is no larger than x."""
     launched = []
     monkeypatch.setattr(conv_portable, "launch_kernel", lambda *given, **options: launched.append((given, options)))
-    tensors = operands(2, 3, 5, 7, 16, N, 3, kh)
+    tensors = operands(2, 3, 5, 7, C, N, 3, kh)
     for given, options in ((tensors, {}), with_front(tensors)):
         launched.clear()
         conv_skip(*given, **options, implementation="triton")

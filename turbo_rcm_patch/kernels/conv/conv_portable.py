@@ -20,9 +20,9 @@ from ..sizes import cdiv, next_power_of_2
 from ..tma import TMA_CAPABILITY
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image, residual_repeats
 
-NARROW = 16  # channels of a result, at most, for which a window's positions are columns
-ALIGNED = 16  # columns of such a product are a multiple of this
+ALIGNED = 16  # columns of a window's products are a multiple of this
 PIXELS = 256  # per program that adds the products of a window
+FP32_BYTES = 4
 
 
 def launch(
@@ -35,16 +35,23 @@ def launch(
     factor: [N] fp32 for x, front and weight in int8, or None. With a factor, images of x and front have one more pixel
     on each side.
     """
-    if interleave == 1 and not upsample and factor is None and _is_narrow(weight.shape):
+    if interleave == 1 and not upsample and factor is None and _is_narrow(weight):
         _launch_narrow(x, front, weight, bias, residual, out)
     else:
         _launch_boxes(x, front, weight, bias, residual, out, upsample, interleave, factor=factor)
 
 
-def _is_narrow(weight_shape: tuple[int, ...]) -> bool:
-    """True if a result has so few channels that each position in the window gets columns of its own."""
-    N, _, kh, _, _ = weight_shape
-    return kh > 1 and N <= NARROW
+def _is_narrow(weight: torch.Tensor) -> bool:
+    """True if all positions of a window in the image may be columns of one product.
+
+    The fp32 products of a pixel then take no more memory than the pixel itself.
+    """
+    N, _, kh, kw, C = weight.shape
+    return kh > 1 and _columns(N, kh, kw) * FP32_BYTES <= C * weight.itemsize
+
+
+def _columns(N: int, kh: int, kw: int) -> int:
+    return cdiv(N * kh * kw, ALIGNED) * ALIGNED
 
 
 def _launch_narrow(
@@ -59,7 +66,7 @@ def _launch_narrow(
     N, kt, kh, kw, C = weight.shape
     rows = weight.permute(2, 3, 0, 1, 4).reshape(kh * kw * N, kt, 1, 1, C)
     # Rows of zeros, so that threads store several values at a time.
-    columns = rows.new_zeros(cdiv(len(rows), ALIGNED) * ALIGNED, *rows.shape[1:])
+    columns = rows.new_zeros(_columns(N, kh, kw), *rows.shape[1:])
     columns[: len(rows)] = rows
     products = x.new_empty(*out.shape[:4], len(columns), dtype=torch.float32)
     _launch_boxes(x, front, columns, None, None, products, False, 1)
