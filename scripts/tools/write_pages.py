@@ -170,11 +170,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
             f"From `{path.name}`: {'; '.join(environments)}.\n" if environments else "",
             tests_table(tests) if tests else "",
         ),
-        folded(
-            "All variants of a denoising step",
-            chart(path, "steps", "Speed-up of a denoising step over eager diffusers") if steps else "",
-            steps_table(steps) if steps else "",
-        ),
+        folded("All variants of a denoising step", steps_table(steps) if steps else ""),
         folded("All variants of a whole video", whole_videos_table(whole_videos(runs)) if whole_videos(runs) else ""),
         folded("Models within a cap of memory, and streaming", *_within_memory(runs)),
         folded("The first step, and the host's time", *_host(runs)),

@@ -1,4 +1,4 @@
-"""Charts of a results file: denoising steps, a block's memory traffic, and the attention modules.
+"""Charts of a results file: tiers over torch.compile, a block's memory traffic, and the attention modules.
 
 runs: a results file's runs by name, as read from JSON. Drawing needs matplotlib.
 """
@@ -173,7 +173,7 @@ def milliseconds(variant: dict) -> float:
 
 
 def chart_file(path: Path, kind: str) -> Path:
-    """Return the path of a results file's chart. kind: "tiers", "steps", "traffic" or "modules"."""
+    """Return the path of a results file's chart. kind: "tiers", "traffic" or "modules"."""
     return path.with_name(f"{path.stem}-{kind}.png")
 
 
@@ -184,11 +184,10 @@ def draw_charts(runs: dict, path: Path) -> None:
 
 
 def chart_data(runs: dict) -> dict[str, object]:
-    """Return the data of each chart that has any: tiers, denoising steps, DRAM passes of a block, attention modules."""
-    models, steps = one_of_each_model(speedups_by_tier(runs)), real_models(runs)
+    """Return the data of each chart that has any: tiers, DRAM passes of a block, attention modules."""
+    models = one_of_each_model(speedups_by_tier(runs))
     data = {
-        "tiers": models and {"gpu": _gpu_of(steps), "models": models},
-        "steps": steps,
+        "tiers": models and {"gpu": _gpu_of(real_models(runs)), "models": models},
         "traffic": [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"],
         "modules": runs.get("implementations", {}).get("rows"),
     }
@@ -228,29 +227,6 @@ def _draw_tiers(data: dict):
     axes.set_xlabel("speed-up: 1 is torch.compile, longer is better")
     figure.suptitle(f"A denoising step on one {data['gpu']}, over torch.compile", fontsize="large")
     legend_below(figure, axes, ncols=len(TIERS))
-    return figure
-
-
-def _draw_steps(runs: dict):
-    """Draw bars from the left, a group per run, with the speed-up and the variant's name at their ends."""
-    bars = sum(len(run["variants"]) + 1 for run in runs.values())
-    figure, axes = _figure(1.2 + 0.3 * bars)
-    colors, places, top, longest = {}, [], 0, 0.0
-    for run in runs.values():
-        steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
-        for index, (name, shown) in enumerate(names_of(run).items()):
-            speedup = steps["unpatched"] / steps[name]
-            color = colors.setdefault(shown, f"C{len(colors)}")
-            bar = axes.barh(top + index, speedup, 0.9, color=color)
-            axes.bar_label(bar, [f"{speedup:.2f}× {shown}"], padding=3)
-            longest = max(longest, speedup)
-        places.append(top + (len(steps) - 1) / 2)
-        top += len(steps) + 1
-    axes.set_xlim(0, 1.35 * longest)
-    axes.set_yticks(places, [f"{title_of(run)}\n{tier_of_run(run)}{mass_of(run['settings'])}" for run in runs.values()])
-    axes.set_ylim(top - 1, -1)
-    axes.set_title(f"A denoising step over eager diffusers ({_gpu_of(runs)})", fontsize="large")
-    axes.set_xlabel("speed-up: 1 is eager diffusers, longer is better", fontsize="large")
     return figure
 
 
@@ -297,7 +273,7 @@ def _draw_modules(rows: list[dict]):
     return figure
 
 
-_DRAW = {"tiers": _draw_tiers, "steps": _draw_steps, "traffic": _draw_traffic, "modules": _draw_modules}
+_DRAW = {"tiers": _draw_tiers, "traffic": _draw_traffic, "modules": _draw_modules}
 
 
 def legend_below(figure, axes, ncols: int = 3) -> None:

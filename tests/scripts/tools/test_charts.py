@@ -22,7 +22,7 @@ def test_charts(tmp_path):
         "implementations": {"rows": [{**size, "implementation": "two_pass", "speedup": 1.0}]},
     }
     charts.draw_charts(runs, tmp_path / "gpu.json")
-    names = {f"gpu-{kind}.png" for kind in ("tiers", "steps", "traffic", "modules")}
+    names = {f"gpu-{kind}.png" for kind in ("tiers", "traffic", "modules")}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     charts.draw_charts({}, tmp_path / "none.json")
@@ -39,7 +39,7 @@ def test_charts_are_of_the_results():
     assert all(shown.values()), "run scripts/tools/write_pages.py"
 
 
-def test_the_chart_of_steps_shows_real_models_alone():
+def test_the_embedded_model_is_no_real_model():
     embedded = step_run("embedded", compiled=0.6, patched=0.1)
     embedded["settings"]["model"] = embedded["settings"].pop("config")
     runs = {"compare": embedded, "wan2.1-1.3b": step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)}
