@@ -62,6 +62,14 @@ def test_ssim_is_what_the_paper_defines(noise):
     assert ssim(reference, reference) == pytest.approx(1.0, abs=1e-12)
 
 
+@pytest.mark.gpu
+def test_gpu_ssim_is_the_same():
+    reference = torch.rand(2, 3, 33, 47, 3, generator=torch.Generator().manual_seed(0))
+    actual = 0.9 * reference
+    expected = ssim(actual, reference)
+    assert Difference.of_frames(actual, reference, torch.device("cuda")).ssim == pytest.approx(expected, abs=1e-12)
+
+
 def test_ssim_of_frames_smaller_than_its_window():
     frames = torch.rand(1, 2, 10, 64, 3)
     assert Difference.of_frames(frames, frames).ssim is None

@@ -161,7 +161,7 @@ def compare(
         runs |= take_turns(pipe, generate, Variants(last, kept), 0, 1, device)
 
     base, summary = runs[UNPATCHED], runs[PATCHED].summary
-    results = tuple(_variant(name, run, base, errors.get(name, _Errors())) for name, run in runs.items())
+    results = tuple(_variant(name, run, base, errors.get(name, _Errors()), device) for name, run in runs.items())
     flops = None
     if base.made.frames is not None and is_vae(pipe.vae):
         flops = decode_flops(pipe.vae, base.made.latents.shape)
@@ -309,13 +309,13 @@ class _Judge:
             return _Errors(step, relative_l2(frames, self._sample))
 
 
-def _variant(name: str, run: Runs, base: Runs, errors: _Errors) -> Variant:
+def _variant(name: str, run: Runs, base: Runs, errors: _Errors, device: torch.device) -> Variant:
     timings, base_timings = StageTimings.median(run.timings), StageTimings.median(base.timings)
     latents, frames = None, None
     if run is not base:
         latents = Difference.of_latents(run.made.latents, base.made.latents)
         if run.made.frames is not None:
-            frames = Difference.of_frames(*(torch.from_numpy(each.made.frames) for each in (run, base)))
+            frames = Difference.of_frames(*(torch.from_numpy(each.made.frames) for each in (run, base)), device)
     return Variant(
         name=name,
         timings=timings,
