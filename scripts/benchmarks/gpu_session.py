@@ -30,10 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CLI = ("-m", "turbo_rcm_patch.cli")
 TRAFFIC = ("scripts/benchmarks/profile_hbm.py",)
 END_TO_END = ("scripts/benchmarks/end_to_end.py", "--config")
-QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantized", "sparse", "block_sparse"))
 VAE = ("scripts/benchmarks/vae.py", "--config")
 THRICE = ("--repeats", "3")
 DECODED = ("--layers", "1", "--steps", "1", "--decode", *THRICE)  # for the VAE's sake
+WHOLE_VIDEO = (*END_TO_END, "wan2.1-1.3b", "--decode", *THRICE)
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
 CARDS = ("scripts/benchmarks/small_cards.py", "--config")
@@ -47,6 +47,8 @@ AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
 # The tiers of a step that times several, and the ends of their runs' names.
 ENDINGS = {"exact": "", "quantized": "-quantized", "sparse": "-sparse", "block_sparse": "-block-sparse"}
+QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantized", "sparse", "block_sparse"))
+EACH_TIER = (*THRICE, "--preset", *ENDINGS)
 
 
 def _ltx2() -> dict[str, tuple[str, ...]]:
@@ -71,15 +73,14 @@ def _on_several_gpus(gpus: int) -> dict[str, tuple[str, ...]]:
 
     They run without torch.compile, which takes minutes to compile the decoder on every GPU.
     """
-    tiers = (*THRICE, "--preset", *ENDINGS)
     decoded, alone = ("--decode", "--no-compile"), (*DECODED, "--no-compile")
     steps = {
         "exchange-wan2.1-1.3b": (*EXCHANGE, "--heads", "12", "--tokens", "32760"),
         "exchange-wan2.1-14b-720p": (*EXCHANGE, "--heads", "40", "--tokens", "75600"),
-        "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *tiers),
-        "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", "--without-graphs", *tiers),
-        "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", *decoded, *tiers),
-        "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", *decoded, *tiers),
+        "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *EACH_TIER),
+        "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", "--without-graphs", *EACH_TIER),
+        "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", *decoded, *EACH_TIER),
+        "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", *decoded, *EACH_TIER),
         "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *alone),
         "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *alone),
     }
@@ -113,27 +114,27 @@ MEASUREMENTS = {
     "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b"),
     "vae-wan2.1-720p": (*VAE, "wan2.1-14b"),
     "vae-wan2.2-5b": (*VAE, "wan2.2-5b"),
-    "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
-    "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode"),
+    "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", *EACH_TIER),
+    "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *THRICE, *BLOCK_SPARSE, "--mass", "0.95"),
+    "wan2.1-1.3b-decoded": (*WHOLE_VIDEO, "--preset", "exact", "quantized", "sparse"),
+    "wan2.1-1.3b-decoded-8-bit-vae": (*WHOLE_VIDEO, "--vae", "8bit", "--preset", "quantized", "sparse"),
     "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),
     "wan2.1-1.3b-1-layer-decoded-fp32-vae": (*END_TO_END, "wan2.1-1.3b", *DECODED, "--vae-dtype", "float32"),
     "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *DECODED),
     "wan2.1-1.3b-17-frames": (*END_TO_END, "wan2.1-1.3b", "--frames", "17"),
-    "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *THRICE),
-    "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", *THRICE),
+    "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *EACH_TIER),
+    "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", *EACH_TIER),
     "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", *THRICE),
     "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", *THRICE),
-    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", "--decode", *THRICE),
-    "wan2.1-14b-4-layers-lora-64": (*LORA, "64"),
+    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", "--decode", *THRICE, "--preset", "exact", "quantized"),
+    "wan2.1-14b-4-layers-lora-64": (*LORA, "64", "--preset", "exact", "quantized"),
     "wan2.1-14b-4-layers-lora-64-64": (*LORA, "64", "64"),
     "wan2.1-14b-4-layers-lora-128": (*LORA, "128"),
     "wan2.1-14b-4-layers-lora-64-17-frames": (*LORA, "64", "--frames", "17"),
-    "wan2.1-14b-4-layers-lora-64-quantized": (*LORA, "64", *QUANTIZED),
     "verify-quantized": (*CLI, "verify", *QUANTIZED),
     "verify-wan2.1-1.3b-quantized": (*CLI, "verify", "--config", "wan2.1-1.3b", *QUANTIZED),
     "attention-error": ("scripts/benchmarks/measure_attention_error.py",),
     "compare-quantized": (*CLI, "compare", *QUANTIZED),
-    "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", *THRICE, *QUANTIZED),
     "wan2.1-14b-in-24-gb": ("scripts/benchmarks/memory_cap.py",),
     "small-cards-wan2.1-1.3b": (*CARDS, "wan2.1-1.3b", "--vram", "6GB", *ALL_TIERS, *RIVALS),
     "small-cards-wan2.1-1.3b-text-encoder-in-8-bits": (
@@ -152,30 +153,11 @@ MEASUREMENTS = {
     "host-memory-wan2.1-14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.1-14b"),
     "host-memory-wan2.2-a14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.2-a14b"),
     "wan2.1-14b-group-offload": ("scripts/benchmarks/group_offload.py",),
-    "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", *THRICE, *QUANTIZED),
-    "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", *THRICE, *QUANTIZED),
     "verify-sparse": (*CLI, "verify", *SPARSE),
     "verify-wan2.1-1.3b-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", "--layers", "2", *SPARSE),
     "compare-sparse": (*CLI, "compare", *SPARSE),
     "evaluate-sparse": (*CLI, "evaluate", "--batch-size", "64", *SPARSE),
-    "wan2.1-1.3b-sparse": (*END_TO_END, "wan2.1-1.3b", *THRICE, *SPARSE),
-    "wan2.1-1.3b-sparse-decoded": (*END_TO_END, "wan2.1-1.3b", *THRICE, "--decode", *SPARSE),
-    "wan2.1-1.3b-sparse-decoded-8-bit-vae": (
-        *END_TO_END,
-        "wan2.1-1.3b",
-        *(*THRICE, "--decode", "--vae", "8bit"),
-        *SPARSE,
-    ),
-    "wan2.1-1.3b-quantized-decoded-8-bit-vae": (
-        *END_TO_END,
-        "wan2.1-1.3b",
-        *("--decode", "--vae", "8bit", *THRICE),
-        *QUANTIZED,
-    ),
-    "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *THRICE, *SPARSE),
     "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
-    "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *THRICE, *BLOCK_SPARSE),
-    "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *THRICE, *BLOCK_SPARSE, "--mass", "0.95"),
     **_ltx2(),
     **ON_SEVERAL_GPUS[2],
     **ON_SEVERAL_GPUS[4],

@@ -40,7 +40,7 @@ VIDEOS_HEADER = (
 # The summary's: of a run the stage that counts; of decoding also with which VAE.
 SHORT_SECONDS = (
     ("wan2.1-1.3b-decoded", "total", None),
-    ("wan2.1-1.3b-sparse-decoded", "total", None),
+    ("wan2.1-1.3b-decoded-sparse", "total", None),
     ("wan2.1-1.3b-decoded", "vae_decode", "Wan 2.1's VAE"),
     ("wan2.1-14b-1-layer-decoded", "vae_decode", "Wan 2.1's VAE"),
     ("wan2.2-5b-1-layer-decoded", "vae_decode", "TI2V-5B's VAE"),
@@ -81,10 +81,10 @@ STEP_TARGETS = {
     "wan2.1-1.3b-4-gpus": {"torch.compile": 1.1},
     "wan2.1-1.3b-quantized-2-gpus": {"torch.compile": 1.5},
     "wan2.1-1.3b-quantized-4-gpus": {"torch.compile": 1.4},
-    "wan2.1-1.3b-quantized": {"torch.compile": 1.5},
+    "wan2.1-1.3b-quantized": {"torch.compile": 1.7},
     "wan2.1-14b-4-layers-quantized": {"torch.compile": 1.5},
     "wan2.2-5b-8-layers-quantized": {"torch.compile": 1.48},
-    "wan2.1-1.3b-sparse": {"torch.compile": 3.5},
+    "wan2.1-1.3b-sparse": {"torch.compile": 4.2},
     "wan2.1-14b-4-layers-sparse": {"torch.compile": 4.4},
     "ltx2-19b-8-layers-1024p-sparse": {"torch.compile": 3.0},
     "ltx2-19b-1024p-sparse": {"torch.compile": 3.0},
@@ -108,10 +108,11 @@ DECODE_TARGETS = {
     "wan2.2-5b-1-layer-decoded": {"unpatched": 2.0, "torch.compile": 1.25},
 }
 STAGE_LIMITS = {
-    "wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5},
-    "wan2.1-1.3b-sparse-decoded": {"steps": 0.57, "total": 1.3},
-    "wan2.1-1.3b-sparse-decoded-8-bit-vae": {"total": 0.85},
-    "wan2.1-1.3b-quantized-decoded-8-bit-vae": {"total": 1.45},
+    "wan2.1-1.3b-decoded": {"vae_decode": 0.5, "output": 0.1, "total": 2.2},
+    "wan2.1-1.3b-decoded-quantized": {"total": 1.65},
+    "wan2.1-1.3b-decoded-sparse": {"steps": 0.57, "total": 1.05},
+    "wan2.1-1.3b-decoded-8-bit-vae-sparse": {"total": 0.85},
+    "wan2.1-1.3b-decoded-8-bit-vae-quantized": {"total": 1.45},
     "wan2.1-1.3b-decoded-4-gpus": {"total": 0.8},
     "wan2.1-1.3b-decoded-sparse-4-gpus": {"total": 0.42},
 }
