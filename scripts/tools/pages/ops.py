@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from turbo_rcm_patch.bench.ops import OpKey
 from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 
@@ -170,20 +171,17 @@ def sparse_attention_sentence(runs: dict) -> str:
 
     It is about the first sizes of the sparse attention.
     """
-    sparse = _row_of(runs["ops-sparse"], "norms_sparse_linear_attention ")
-    sizes = sparse["case"].split()[1]
-    quantized = _row_of(runs["ops-quantized"], f"norms_attention_8bit {sizes}")
-    heads, tokens, head_dim = sizes.split("×")
+    results = (result for name in ("ops-sparse", "ops-quantized") for result in runs[name]["results"])
+    rows = {OpKey.parse(result["case"]): result for result in results}
+    key = next(key for key in rows if key.op == "norms_sparse_linear_attention")
+    sparse, quantized = rows[key], rows[key._replace(op="norms_attention_8bit")]
+    heads, tokens, head_dim = key.shape
     dense, exact = _milliseconds(sparse, DENSE), _milliseconds(quantized, OURS_EXACT)
     return (
         f"One self-attention with its norms and RoPE ({heads} heads of {head_dim}, {tokens} tokens): exact {exact} ms "
         f"beside {_best(quantized)} in 8 bits, and sparse {_best(sparse)} beside {dense} in 8 bits; each pair was "
         "timed in turns.\n"
     )
-
-
-def _row_of(run: dict, case: str) -> dict:
-    return next(result for result in run["results"] if result["case"].startswith(case))
 
 
 def _best(result: dict) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from scripts.tools.pages.charts import milliseconds, model_of, names_of, real_models
 from scripts.tools.pages.ops import sparse_attention_sentence
 from scripts.tools.pages.tiny_model import evaluation_of, tier_of, tiers_table
+from turbo_rcm_patch.bench.ops import OpKey
 from turbo_rcm_patch.bench.parts import SUB_LAYERS
 from turbo_rcm_patch.bench.report import format_seconds
 from turbo_rcm_patch.bench.variants import EXACT_PATCH
@@ -195,8 +196,7 @@ def attention_rates(runs: dict) -> dict[str, dict[str, float]]:
     rates = {}
     for run in (runs["ops"], runs["ops-quantized"]):
         for result in run["results"]:
-            op, sizes = result["case"].split()
-            heads, tokens, *rest = map(int, sizes.split("×"))
+            op, (heads, tokens, *rest) = OpKey.parse(result["case"])
             keys = rest[0] if len(rest) == 2 else tokens
             if op in ("attention", "attention_8bit") and keys == tokens:
                 flops = 4 * heads * tokens * keys * rest[-1]

@@ -10,6 +10,7 @@ from matplotlib.ticker import LogLocator
 from PIL import Image
 
 from scripts.tools.pages.charts import legend_below
+from turbo_rcm_patch.bench.ops import OpKey
 
 DATA = "Description"  # the PNG's text that keeps the data
 # Dense tensor core rates of NVIDIA's H200 data sheet, TFLOP/s.
@@ -100,12 +101,12 @@ def _attention(figure: Figure, cases: dict) -> None:
             places.append(top)
             labels.append("")
             top += 1
-        op, sizes = case.split()
-        kind, limit = LIMITS[op]
+        key = OpKey.parse(case)
+        kind, limit = LIMITS[key.op]
         line = "data sheet, dense"
         axes.vlines(limit, top - len(rates) - 0.5, top - 0.5, color="black", linestyle="--", label=line)
         axes.text(limit - 20, top - 0.5 - len(rates) / 2, f"{limit:.0f}", ha="right", va="center", fontsize="large")
-        heads, tokens, *_, head_dim = sizes.split("×")  # in bf16 the tokens are named twice, as queries and as keys
+        heads, tokens, *_, head_dim = key.shape  # in bf16 the tokens are named twice, as queries and as keys
         labels[-len(rates)] = f"{kind}\n{heads}×{tokens}×{head_dim}"
         top += 1
     groups = [label for label in labels if label]
