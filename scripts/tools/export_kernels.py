@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the pack
 
 from turbo_rcm_patch import __version__, config, kernels
 from turbo_rcm_patch.kernels.dispatch import NAMESPACE
+from turbo_rcm_patch.tables import table
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "turbo-rcm-ops"
@@ -72,9 +73,7 @@ y = ops.linear_skip(x, weight, None, residual, c_out=gate[:, None])  # residual 
 
 A folder is loaded by `kernels.get_local_kernel(Path("folder"))`.
 
-| op | what it does |
-|---|---|
-{table}
+{ops}
 
 - Each op takes `implementation="auto" | "triton" | "torch"`. "auto" runs a kernel on NVIDIA GPUs from sm_80 on, and
   plain PyTorch elsewhere. `help(ops.linear_skip)` tells shapes, dtypes and errors.
@@ -96,8 +95,8 @@ def export(folder: Path) -> None:
 
 def card() -> str:
     """Return the text of the repository's README."""
-    table = "\n".join(f"| `{name}` | {text} |" for name, text in OPS.items())
-    return CARD.format(name=NAME, version=__version__, major=VERSION, table=table)
+    rows = [("op", "what it does"), *((f"`{name}`", text) for name, text in OPS.items())]
+    return CARD.format(name=NAME, version=__version__, major=VERSION, ops=table(rows, markdown=True))
 
 
 def _write_variant(variant: Path, backend: str) -> None:

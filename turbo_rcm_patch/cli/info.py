@@ -15,6 +15,7 @@ from ..embedded import load_embedded_pipeline
 from ..kernels import tuned_tiers
 from ..patching import patch
 from ..patching.summary import beside_exact
+from ..tables import table
 from ..versions import unknown_pair_note, untested_note
 from .files import write_json
 from .model_memory import memory_of_model
@@ -58,8 +59,8 @@ def _report(environment: dict[str, object], notes: list[str], plans: list[str], 
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             rows[name] = importlib.metadata.version(name)
     rows |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
-    lines = ["| what | here |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
-    parts = ["### turbo-rcm info", "\n".join(lines), *notes]
+    cells = [("what", "here"), *((name, str(value)) for name, value in rows.items())]
+    parts = ["### turbo-rcm info", table(cells, markdown=True), *notes]
     for title, paragraphs in (("Memory of the model:", plans), (TINY_MODEL, kernels)):
         if paragraphs:
             parts += [title, *(f"```\n{text}\n```" for text in paragraphs)]
