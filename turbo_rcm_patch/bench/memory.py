@@ -99,8 +99,7 @@ def _itemsizes(model: nn.Module) -> tuple[int, int]:
 
 def _parts_bytes(config: Mapping[str, object], tier: PatchConfig, wide: int, own: bool, sizes) -> int:
     """Return the bytes per token of a trace in fp32, and of the largest set of tensors beside it."""
-    C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config.get("ffn_dim")
-    ffn = ffn or 4 * C  # LTX-2's
+    C, ffn = config["num_attention_heads"] * config["attention_head_dim"], sizes.feed_forward(config)
     trace = FP32_BYTES * (KEPT * C + WIDE_KEPT * ffn) + 2 * FP32_BYTES * config["attention_head_dim"]
     terms = 4 * FP32_BYTES * C + sizes.bytes_per_token(config, wide, tier.tier)
     timesteps = 2 * 6 * FP32_BYTES * C if own else 0  # of each token, before and after the block's own are added

@@ -39,7 +39,6 @@ from .transformers import converted_folder, files_of_ours, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 FPS = 16
-LTX2_FRAMES = 121  # of a call without a number of them
 NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
 
 
@@ -275,7 +274,7 @@ def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:
 def _default_size(pipe: DiffusionPipeline) -> tuple[int, int, int]:
     """Return the height, width and frames that a call of the pipeline has by default."""
     height, width, frames = (default_of(pipe, name) for name in ("height", "width", "num_frames"))
-    return height, width, frames or LTX2_FRAMES
+    return height, width, frames or pipeline_of(pipe).frames
 
 
 def _load_image(path: Path):

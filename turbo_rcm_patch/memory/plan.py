@@ -9,11 +9,11 @@ from itertools import product
 from numbers import Integral
 
 import torch
-from diffusers import LTX2Pipeline
 from torch import nn
 
 from ..amounts import in_gb, parse_amount
 from ..config import PatchConfig, Quantized
+from ..patching.families import pipeline_of
 from ..patching.families.vae.chunks import LIMIT, free_memory
 from ..scheduler import FewStepScheduler
 from ..tables import table
@@ -184,8 +184,9 @@ def _facts_of(pipe: object, models: Mapping[str, nn.Module]) -> dict[str, object
     """Return what the pipeline's class and scheduler tell of a step: timesteps of tokens, and samples at once."""
     if not has_sound(models):
         return {"own_timesteps": expands_timesteps(type(pipe).__name__, pipe.config)}
-    guided = not isinstance(pipe.scheduler, FewStepScheduler)
-    return {"own_timesteps": not isinstance(pipe, LTX2Pipeline), "samples": 1 + guided}
+    guided, known = not isinstance(pipe.scheduler, FewStepScheduler), pipeline_of(pipe)
+    from_text = known is not None and known.starts_from == "text"  # no token is of a given frame, without noise
+    return {"own_timesteps": not from_text, "samples": 1 + guided}
 
 
 def _vae_mode(placement: Placement) -> str:

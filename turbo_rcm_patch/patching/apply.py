@@ -211,7 +211,8 @@ def replace_computation(journal: Journal, transformer: torch.nn.Module, config: 
     if isinstance(config, Sparse):
         use_processors(journal, family.self_attentions(transformer), config)
     if config.in_8_bits("linears"):
-        convert_weights(journal, convertible_linears(transformer, family.linears(transformer), config))
+        linears = convertible_linears(transformer, family.linears(transformer), config)
+        convert_weights(journal, linears, family.rows_known)
 
 
 def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:

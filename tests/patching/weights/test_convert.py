@@ -11,12 +11,13 @@ from torch import nn
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG, CPU, ERROR, FREED, PER_BLOCK, up_to_date
+from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import output_of, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
 from turbo_rcm_patch.patching.weights import linear_8bit as quantized_linear
 from turbo_rcm_patch.patching.weights.convert import (
     bias_bound,
-    format_of,
+    format_for,
     quantized_linears,
     why_not_read,
 )
@@ -64,8 +65,23 @@ def test_formats_follow_the_gpu():
     """Linears whose input rows have known largest values are int8 on every GPU."""
     for capability in ((8, 0), (8, 6), (8, 9), (9, 0), None):
         newer = capability is None or capability >= (8, 9)
-        assert format_of("blocks.0.ffn.net.2", capability) == (FP8 if newer else INT8)
-        assert format_of("blocks.0.attn1.to_q", capability) == INT8
+        assert format_for(capability, rows_known=False) == (FP8 if newer else INT8)
+        assert format_for(capability, rows_known=True) == INT8
+
+
+@pytest.mark.parametrize(
+    ("family", "known", "unknown"),
+    [
+        ("wan", ("attn1.to_q", "ffn.net.0.proj"), ("attn1.to_out.0", "ffn.net.2")),
+        ("animate 2", ("self_attn.to_q", "ffn.0"), ("self_attn.to_out.0", "ffn.2")),
+    ],
+)
+def test_a_family_tells_which_linears_know_the_largest_values(family, known, unknown):
+    model = tiny_family_transformer(family)
+    trp.patch(model, CONFIG)
+    block = model.blocks[0]
+    formats = {path: block.get_submodule(path).quantized().format for path in (*known, *unknown)}
+    assert formats == {**dict.fromkeys(known, INT8), **dict.fromkeys(unknown, FP8)}
 
 
 @pytest.mark.parametrize(

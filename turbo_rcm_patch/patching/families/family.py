@@ -52,7 +52,7 @@ from ..sampling.step_count import Steps
 from ..steps.block_sparse import layers_attended_exactly
 from ..steps.plan import SHARED, STATE, Attends, BlockCall, BlockState, Call, Plans, Shared, Step
 from ..steps.sparse_linear import SelfAttention, SparseForm
-from ..weights.convert import LinearAt
+from ..weights.convert import ROWS_KNOWN, LinearAt
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 Outputs = Mapping[str, torch.Tensor]  # of modules, by path
@@ -103,6 +103,7 @@ class Sizes(NamedTuple):
         its own timestep, and the largest set that is alive after the blocks.
     unpatched_bytes_per_token: (config, bytes of a value in the model's dtype, bytes of a value in its LoRAs or 0, True
         if each token has its own timestep) -> the largest set of tensors in a step of diffusers' own code.
+    feed_forward: (config) -> the channels within the feed-forward.
     """
 
     needed: tuple[str, ...]
@@ -111,6 +112,7 @@ class Sizes(NamedTuple):
     bytes_per_token: Callable[[Mapping[str, object], int, Tier], int]
     bytes_with_timesteps: Callable[[Mapping[str, object], int, int], tuple[int, int]]
     unpatched_bytes_per_token: Callable[[Mapping[str, object], int, int, bool], int]
+    feed_forward: Callable[[Mapping[str, object]], int]
 
 
 class RandomWeights(NamedTuple):
@@ -195,7 +197,8 @@ class Pipeline(NamedTuple):
     video. adds_noise: True if ``prepare_latents`` calls ``scheduler.add_noise``, which has scaled the noise. If not,
     its first result is the noise, which is scaled afterwards. is_modular: True if its blocks have that method.
     has_sound: True for LTX-2's, which sample sound with a copy of the scheduler, prepare unit noise before they choose
-    the times, and have several kinds of guidance.
+    the times, and have several kinds of guidance. frames: how many a call makes by default, where its signature does
+    not say.
     """
 
     pipeline_class: type[DiffusionPipeline]
@@ -203,6 +206,7 @@ class Pipeline(NamedTuple):
     adds_noise: bool = False
     is_modular: bool = False
     has_sound: bool = False
+    frames: int | None = None
 
 
 class PipelineInputs(NamedTuple):
@@ -274,6 +278,7 @@ class Family:
         pipelines: those whose sampler `use_rcm` and `use_distilled` can replace.
         cases: sizes of its checkpoints by name, with which the command line and the benchmarks build random models.
         inputs: (pipeline) -> the sizes of random inputs for it, for a family with cases.
+        rows_known: the ends of the paths of linears that know the largest value of each row of their input.
         from_files: (file, its tensors) -> the transformer, on the meta device, that a file with its authors' names
             holds. Raises ValueError for a file of another model. None if no such files are known.
         notes: lines for the summary about what is not fused apart from the steps of the blocks.
@@ -290,6 +295,7 @@ class Family:
     pipelines: tuple[Pipeline, ...] = ()
     cases: Mapping[str, Case] = field(default_factory=dict)
     inputs: Callable[[DiffusionPipeline], PipelineInputs] | None = None
+    rows_known: tuple[str, ...] = ROWS_KNOWN
     from_files: Callable[[Path, Tensors], nn.Module] | None = None
 
     def every_block(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

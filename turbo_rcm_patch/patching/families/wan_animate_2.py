@@ -33,6 +33,7 @@ from ...plain import is_autocast
 from ..steps.layers import Tables
 from ..steps.plan import state_of
 from ..steps.sparse_linear import rotate
+from ..weights.convert import ROWS_KNOWN
 from .family import Blocks, Family, Measured, RandomWeights
 from .wan import block as wan
 from .wan.forward import run_block
@@ -364,5 +365,6 @@ WAN_ANIMATE_2 = Family(
     FIRST_LAYER,
     NAMES,
     more=partial(embedder, path="time_embedding"),
+    rows_known=(*ROWS_KNOWN, "ffn.0"),
     notes=lambda transformer: ["each frame of a new video attends in a call of its own; no CUDA graphs"],
 )

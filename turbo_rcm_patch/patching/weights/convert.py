@@ -24,7 +24,7 @@ from .linear_8bit import VALUES, QuantizedLinear, convert, fastest, linears_are_
 
 # diffusers' names of linears whose input is rounded when the largest value of each row is known: in the kernel of a
 # norm or in a separate pass.
-ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj", "ffn.0")
+ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj")
 # The fused projection of diffusers' fuse_qkv_projections, and the projections that it replaces.
 _FUSED = {
     "to_qkv": ("to_q", "to_k", "to_v"),
@@ -46,13 +46,10 @@ class LinearAt(NamedTuple):
     sub_layer: str
 
 
-def format_of(path: str, capability: tuple[int, int] | None) -> torch.dtype:
-    """Return the 8-bit format of the linear at a path. capability: the GPU's compute capability, or None if unknown."""
-    return format_for(capability, rows_known=path.endswith(ROWS_KNOWN))
-
-
 def format_for(capability: tuple[int, int] | None, *, rows_known: bool) -> torch.dtype:
-    """Return the 8-bit format of a linear. rows_known: True if the largest value of each row of its input is known.
+    """Return the 8-bit format of a linear. capability: the GPU's compute capability, or None if unknown.
+
+    rows_known: True if the largest value of each row of its input is known.
 
     Prefer int8: its error is a third of e4m3's. It needs each input row's largest value. The results of an attention or
     a GELU are scaled by a bound instead, and only e4m3 stays accurate then.
@@ -122,9 +119,10 @@ def _is_plain(linear: nn.Module | None) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def convert_weights(journal: Journal, linears: dict[str, nn.Linear]) -> None:
+def convert_weights(journal: Journal, linears: dict[str, nn.Linear], rows_known: tuple[str, ...]) -> None:
     """Put the weights of linears in 8 bits, one after the other; the originals go to the CPU.
 
+    rows_known: the ends of the paths of linears that know the largest value of each row of their input.
     Linears with tied weights get an 8-bit weight each. `restore` ties the originals again.
 
     Raises ValueError, before anything is changed, where weights are on the meta device.
@@ -135,7 +133,8 @@ def convert_weights(journal: Journal, linears: dict[str, nn.Linear]) -> None:
     devices = {path: linear.weight.device for path, linear in linears.items()}  # before a tied weight goes to the CPU
     for path, linear in linears.items():
         device = devices[path]
-        put_in_8_bits(journal, linear, convert(linear.weight, format_of(path, capability_of(device)), device))
+        format = format_for(capability_of(device), rows_known=path.endswith(rows_known))
+        put_in_8_bits(journal, linear, convert(linear.weight, format, device))
 
 
 def refuse_written_weights(journal: Journal, transformer: nn.Module) -> None:

@@ -24,7 +24,7 @@ from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
 from ..families import family_of, model_in, weights_in
 from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections
-from .convert import convertible_linears, format_of, from_file_note, has_format
+from .convert import convertible_linears, format_for, from_file_note, has_format
 from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if
 from .tensor_files import Kind, read_header, write_tensors
@@ -163,6 +163,7 @@ class _Job:
         self._fp32 = set(getattr(model.model, "_keep_in_fp32_modules", None) or ())
         self._linears = set()
         family = family_of(model.model)
+        self._rows_known = family.rows_known
         family.check_keep(model.model, config)
         if config.in_8_bits("linears"):
             self._linears = set(convertible_linears(model.model, family.linears(model.model), config))
@@ -197,7 +198,7 @@ class _Job:
                 kinds[name] = Kind(self._stored(name), tensor.shape)
             else:
                 kept = self._from_file(path)
-                format = format_of(path, self._capability) if kept is None else kept.format
+                format = self._format_of(path) if kept is None else kept.format
                 parts = (format, tensor.shape), (torch.float32, tensor.shape[:1]), (torch.float32, ())
                 kinds |= {path + end: Kind(*part) for end, part in zip((WEIGHT, SCALE, NORM), parts, strict=True)}
         return kinds
@@ -218,10 +219,13 @@ class _Job:
         if kept is not None:
             return from_values(*kept.load_8_bits(), device)
         tensor = self._tensors[name].load().to(self._stored(name))
-        weight = convert(tensor.to(device), format_of(path, self._capability), device)
+        weight = convert(tensor.to(device), self._format_of(path), device)
         if name in self._model.quantized:
             self._added_errors.append(error_of(weight, tensor))
         return weight
+
+    def _format_of(self, path: str) -> torch.dtype:
+        return format_for(self._capability, rows_known=path.endswith(self._rows_known))
 
     def _from_file(self, path: str) -> Weight | None:
         """Return the file's weight if a linear takes its values in 8 bits as they are, or None."""

@@ -100,8 +100,8 @@ LTX2 = Family(
     "proj_in",
     LTX2_NAMES,
     pipelines=(
-        Pipeline(LTX2Pipeline, "text", has_sound=True),
-        Pipeline(LTX2ImageToVideoPipeline, "image", has_sound=True),
+        Pipeline(LTX2Pipeline, "text", has_sound=True, frames=121),
+        Pipeline(LTX2ImageToVideoPipeline, "image", has_sound=True, frames=121),
     ),
     cases=CASES,
     from_files=from_files,

@@ -88,4 +88,12 @@ def _bytes_of_tables(config: Mapping[str, object]) -> int:
 
 
 NEEDED = ("num_attention_heads", "attention_head_dim", "audio_num_attention_heads", "audio_attention_head_dim")
-SIZES = Sizes(NEEDED, tokens, ops, bytes_per_token, bytes_with_timesteps, unpatched_bytes_per_token)
+SIZES = Sizes(
+    NEEDED,
+    tokens,
+    ops,
+    bytes_per_token,
+    bytes_with_timesteps,
+    unpatched_bytes_per_token,
+    feed_forward=lambda config: 4 * _widths(config)[0],
+)

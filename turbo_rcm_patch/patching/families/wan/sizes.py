@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 
 from ....tiers import EXACT, QUANTIZED, Tier
 from ..family import Sizes
@@ -85,5 +86,11 @@ def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int
 
 
 SIZES = Sizes(
-    ("num_attention_heads", "ffn_dim"), tokens, ops, bytes_per_token, bytes_with_timesteps, unpatched_bytes_per_token
+    ("num_attention_heads", "ffn_dim"),
+    tokens,
+    ops,
+    bytes_per_token,
+    bytes_with_timesteps,
+    unpatched_bytes_per_token,
+    feed_forward=itemgetter("ffn_dim"),
 )
