@@ -170,6 +170,17 @@ def test_a_weight_that_is_missing_before_the_patch_is_named(model, missing):
     assert type(model.blocks[0]).forward.__get__(model.blocks[0]) == model.blocks[0].forward
 
 
+def test_a_vector_written_to_all_parameters_is_refused_by_the_next_call(model):
+    expected = {name: value.clone() for name, value in model.state_dict().items() if name.endswith("to_q.weight")}
+    patch = trp.patch(model, CONFIG)
+    vector = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    with pytest.raises(RuntimeError, match=r"such as vector_to_parameters wrote to it, call restore\(\) first"):
+        output_of(model)
+    patch.restore()
+    assert same_tensors({name: value for name, value in model.state_dict().items() if name in expected}, expected)
+
+
 def test_reading_gives_the_original(model, tmp_path):
     plain = tiny_wan_transformer()
     trp.patch(model, CONFIG)

@@ -6,7 +6,7 @@
     linear(x)            multiplies by the 8-bit weight
 
 Nobody may change the weight while it is patched: what Python can notice raises RuntimeError with the rule to restore
-first. Writes to the memory of the original, such as through a tensor of `state_dict`, are not noticed.
+first. docs/tiers.md lists what is not noticed, such as writes to the memory of the original.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from .read_only import FREED, RULE, ReadOnlyWeight
 
 VALUES, SCALE, NORM = PARTS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
 CAST = (
-    "an 8-bit weight or its scale was cast to another dtype. Call fully_shard without "
-    "MixedPrecisionPolicy(param_dtype=...): 8-bit weights are gathered as they are."
+    "an 8-bit weight or its scale has another dtype than the patch gave it. If fully_shard cast it, call that without "
+    "MixedPrecisionPolicy(param_dtype=...): 8-bit weights are gathered as they are. If a function such as "
+    "vector_to_parameters wrote to it, call restore() first, change the weights, then patch again."
 )
 AT_ONCE = 2**20  # values converted at a time, which take three fp32 copies, 12 MiB
 
@@ -112,7 +113,7 @@ class QuantizedLinear(nn.Linear):
     def quantized(self) -> QuantizedWeight:
         """Return the 8-bit weight, on the device where it is.
 
-        Raises RuntimeError if the weight was replaced, or if fully_shard (FSDP2) cast its parts.
+        Raises RuntimeError if the weight was replaced, or if its parts have other dtypes now.
         """
         parameters = self._parameters
         if parameters.get("weight") is not None:
