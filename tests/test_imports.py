@@ -17,6 +17,7 @@ LAYERS = [
         "tables",
         "tiers",
         "keep_list",
+        "latents",
         "config",
         "shapes",
         "coefficients",

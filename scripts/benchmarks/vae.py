@@ -38,6 +38,7 @@ from turbo_rcm_patch.bench.coding import coded, coding_oracle
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.metrics import psnr, relative_l2
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.latents import latent_size
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae.chunks import (
     LIMIT,
@@ -48,7 +49,6 @@ from turbo_rcm_patch.patching.families.vae.chunks import (
 )
 from turbo_rcm_patch.patching.families.vae.decoder import decoded
 from turbo_rcm_patch.patching.families.vae.forward import joined, plan_for
-from turbo_rcm_patch.patching.families.vae.sizes import latent_size
 from turbo_rcm_patch.patching.families.vae.strips import cuts_of, strips_of
 from turbo_rcm_patch.patching.tiny_vae.network import EDGE, TinyDecoder
 

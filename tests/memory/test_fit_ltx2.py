@@ -14,7 +14,6 @@ from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.empty_models import empty_models
 from turbo_rcm_patch.memory.needs import models_by_preset, needs
 from turbo_rcm_patch.memory.stages import Patched, Video, stages_of, unpatched_stages
-from turbo_rcm_patch.patching.families.vae.sizes import compression
 
 SIZE = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES}
 SMALL, SMALLER = Video(512, 1024, 121), Video(256, 512, 121)
@@ -75,13 +74,6 @@ def test_guidance_takes_two_samples_and_a_distilled_model_one():
 def test_sizes_that_the_model_does_not_have(name, value):
     with pytest.raises(ValueError, match=name):
         fit_on_the_cpu(tiny_ltx2_pipeline(), **{name: value})
-
-
-def test_compression_is_in_the_config_or_follows_from_it():
-    config = dict(tiny_ltx2_pipeline().vae.config)
-    assert config["spatial_compression_ratio"] is None
-    assert compression(config) == (tiny_ltx2_pipeline().vae.spatial_compression_ratio, 2)
-    assert compression({**config, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}) == (32, 8)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_vae import tiny_vae
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
+from turbo_rcm_patch.latents import latent_size
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.components import Component, components_of
 from turbo_rcm_patch.memory.empty_models import cast_as_loaded
@@ -32,7 +33,6 @@ from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs, needs_
 from turbo_rcm_patch.memory.stages import Patched, Video, denoising_bytes, stages_of, tokens_of, unpatched_stages
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae.chunks import encoding_bytes
-from turbo_rcm_patch.patching.families.vae.sizes import latent_size
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = [ROOT / f"results/nvidia-{gpu}.json" for gpu in ("h200", "h100-80gb-hbm3")]

@@ -21,9 +21,10 @@ from ..kernels.attention.sdpa import BACKENDS, MATH, chosen_backend
 from ..kernels.choice.measured import WORTHWHILE
 from ..kernels.conv.conv_skip import CONVOLUTION
 from ..kernels.linear.spec import LINEAR
+from ..latents import latent_channels, latent_size
 from ..patching.families import CASES, SUPPORTED, family_named
 from ..patching.families.family import Case, Family
-from ..patching.families.vae.sizes import convolutions, latent_channels, latent_size
+from ..patching.families.vae.sizes import convolutions
 from ..patching.weights.load import component_folders, read_config, read_vae_config
 from ..tiers import EXACT
 from ..wording import with_article

@@ -21,10 +21,10 @@ from ..bench.cases import (
     structured_inputs,
 )
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
+from ..latents import latent_size
 from ..patching import PatchError, patch_text_encoder, use_tiny_vae
 from ..patching.apply import transformers_of
 from ..patching.families import CASES, SIZES, family_of, pipeline_of
-from ..patching.families.vae.sizes import latent_size
 from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
 from ..recipes import RCM_STEPS

@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..latents import compression
 from .errors import CommandError
 
 # Published configs lack entries that diffusers' classes got later. These are the classes' defaults.
 TRANSFORMER_DEFAULTS = {"patch_size": (1, 2, 2), "rope_max_seq_len": 1024}
-VAE_DEFAULTS = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
-# LTX-2's names for them. Its RoPE has no table.
-VAE_NAMES = {"scale_factor_spatial": "spatial_compression_ratio", "scale_factor_temporal": "temporal_compression_ratio"}
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,14 @@ class SizeRules:
 def size_rules(vae: Mapping, transformer: Mapping) -> SizeRules:
     """Return the rules from the configs of a VAE and a transformer, which may lack entries."""
     patch_size, positions = (transformer.get(name) or value for name, value in TRANSFORMER_DEFAULTS.items())
-    spatial, temporal = (vae.get(name) or vae.get(VAE_NAMES[name]) or value for name, value in VAE_DEFAULTS.items())
-    if isinstance(patch_size, int) and "patch_size_t" in transformer:
+    spatial, temporal = compression(vae)
+    if isinstance(patch_size, int) and "patch_size_t" in transformer:  # such a model's RoPE has no table
         patch_size, positions = (transformer["patch_size_t"] or 1, patch_size, patch_size), None
     if not isinstance(patch_size, (list, tuple)) or len(patch_size) != 3:
         raise CommandError(f"the transformer's config has patch_size {patch_size}; accepted are three numbers.")
     patch_frames, patch_height, patch_width = patch_size
     patch = spatial * patch_height, spatial * patch_width, patch_frames
-    # WanPipeline itself refuses sizes that 16 does not divide; LTX-2's latents are of 32 pixels.
+    # WanPipeline itself refuses sizes that 16 does not divide.
     return SizeRules(math.lcm(16, patch[0]), math.lcm(16, patch[1]), temporal, positions, patch)
 
 

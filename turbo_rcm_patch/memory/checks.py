@@ -13,9 +13,9 @@ from torch import nn
 from ..amounts import in_gb, parse_amount
 from ..checkpoints.files import COMPONENTS
 from ..config import PatchConfig, resolve_config
+from ..latents import compression
 from ..patching.families import family_of
 from ..patching.families.vae import is_vae
-from ..patching.families.vae.sizes import compression
 from ..patching.steps.plan import is_patched, state_of
 from ..wording import counted, with_article
 from .sound import has_sound

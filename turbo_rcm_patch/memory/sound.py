@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from ..patching.families.vae.sizes import latent_size
+from ..latents import latent_size
 from .traced import traced_bytes
 
 TEXT_TOKENS = 1024  # of a prompt, to which it is padded

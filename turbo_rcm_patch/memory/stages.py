@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..config import VAE_8BIT, PatchConfig
+from ..latents import latent_size
 from ..patching.families import family_of
 from ..patching.families.vae import is_vae
 from ..patching.families.vae.chunks import (
@@ -21,7 +22,6 @@ from ..patching.families.vae.chunks import (
     unpatched_decoding_bytes,
     unpatched_encoding_bytes,
 )
-from ..patching.families.vae.sizes import latent_size
 from ..patching.text_encoder import has_graphs, runs_lean
 from ..patching.weights.convert import quantized_linears
 from ..plain import is_lora_layer

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
-from turbo_rcm_patch.patching.families.vae.sizes import latent_size
+from turbo_rcm_patch.latents import latent_size
 from turbo_rcm_patch.solvers import model_timesteps, rcm_times, sde_step
 
 STEPS = 4  # of the sampler

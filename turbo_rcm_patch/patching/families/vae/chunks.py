@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ....latents import latent_size
 from .classes import (
     CAUSAL,
     RESAMPLE,
@@ -26,7 +27,6 @@ from .classes import (
     resnets_for_8_bits,
 )
 from .encoder import FRAMES, PIXEL
-from .sizes import latent_size
 from .steps import SMALL
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
