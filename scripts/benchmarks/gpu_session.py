@@ -51,6 +51,29 @@ QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantize
 EACH_TIER = (*THRICE, "--preset", *ENDINGS)
 
 
+def _small_cards() -> dict[str, tuple[str, ...]]:
+    """Return the steps of whole pipelines within a cap: our tiers, and apart from these diffusers' own offloading."""
+    in_8_bits = ("--text-encoder", "8bit")
+    smallest = ("wan2.1-1.3b", "--vram", "6GB")
+    pipelines = {
+        "wan2.1-1.3b": (smallest, ALL_TIERS),
+        "wan2.1-1.3b-text-encoder-in-8-bits": (smallest, in_8_bits),
+        "wan2.2-5b": (("wan2.2-5b", "--vram", "8GB", *LARGE_5B), in_8_bits),
+        "wan2.1-14b": (("wan2.1-14b", "--vram", "8GB"), ALL_TIERS),
+        "wan2.1-14b-720p": (("wan2.1-14b", "--vram", "12GB", "8GB", *AT_720P, "--repeats", "1"), ()),
+        "wan2.2-a14b": (("wan2.2-a14b", "--vram", "8GB"), ()),
+        "wan2.1-i2v-14b": (("wan2.1-i2v-14b", "--vram", "12GB"), ()),
+    }
+    return {
+        **{f"small-cards-{name}": (*CARDS, *pipeline, *tiers) for name, (pipeline, tiers) in pipelines.items()},
+        **{
+            f"small-cards-{name}-diffusers": (*CARDS, *pipeline, *RIVALS)
+            for name, (pipeline, _) in pipelines.items()
+            if "text-encoder" not in name  # diffusers' encoder has no 8 bits
+        },
+    }
+
+
 def _ltx2() -> dict[str, tuple[str, ...]]:
     """Return LTX-2's steps: a check of two layers in each tier, and timings of eight at both sizes. One has all 48.
 
@@ -136,20 +159,7 @@ MEASUREMENTS = {
     "attention-error": ("scripts/benchmarks/measure_attention_error.py",),
     "compare-quantized": (*CLI, "compare", *QUANTIZED),
     "wan2.1-14b-in-24-gb": ("scripts/benchmarks/memory_cap.py",),
-    "small-cards-wan2.1-1.3b": (*CARDS, "wan2.1-1.3b", "--vram", "6GB", *ALL_TIERS, *RIVALS),
-    "small-cards-wan2.1-1.3b-text-encoder-in-8-bits": (
-        *CARDS,
-        "wan2.1-1.3b",
-        "--vram",
-        "6GB",
-        "--text-encoder",
-        "8bit",
-    ),
-    "small-cards-wan2.2-5b": (*CARDS, "wan2.2-5b", "--vram", "8GB", *LARGE_5B, "--text-encoder", "8bit", *RIVALS),
-    "small-cards-wan2.1-14b": (*CARDS, "wan2.1-14b", "--vram", "8GB", *ALL_TIERS, *RIVALS),
-    "small-cards-wan2.1-14b-720p": (*CARDS, "wan2.1-14b", "--vram", "12GB", "8GB", *AT_720P, "--repeats", "1"),
-    "small-cards-wan2.2-a14b": (*CARDS, "wan2.2-a14b", "--vram", "8GB"),
-    "small-cards-wan2.1-i2v-14b": (*CARDS, "wan2.1-i2v-14b", "--vram", "12GB", "--rivals", "blocks", "models"),
+    **_small_cards(),
     "host-memory-wan2.1-14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.1-14b"),
     "host-memory-wan2.2-a14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.2-a14b"),
     "wan2.1-14b-group-offload": ("scripts/benchmarks/group_offload.py",),

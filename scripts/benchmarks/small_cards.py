@@ -4,8 +4,8 @@
 
 The weights are random, with Wan's own encoders at their real sizes, and the prompt is random tokens. `trp.fit` plans
 for the card; torch may then allocate no more than the card has, less what CUDA itself takes. The predicted peaks of the
-plan stand beside the measured ones. With --rivals unpatched diffusers runs too, with its own offloading, in bf16; its
-VAE works in tiles where whole frames do not fit. Exits with 1 if a tier does not fit.
+plan stand beside the measured ones. With --rivals unpatched diffusers runs instead, with its own offloading, in bf16;
+its VAE works in tiles where whole frames do not fit. Exits with 1 if a tier does not fit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{row['variant']}, {row['card'] or 'the whole GPU'}: {row['seconds']} s a video", flush=True)
         if options.json is not None:  # after each row, so that a run that is cut off leaves what it measured
             write_json(options.json, figures)
-    print(cards_table(figures))
+    print(cards_table([figures]))
     return 0 if all(row["seconds"] is not None for row in rows if row["variant"] in options.presets) else 1
 
 
@@ -332,11 +332,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         "--presets",
         nargs="+",
         choices=("exact", "quantized", "sparse"),
-        default=["quantized"],
-        help="tiers, sparse last",
+        help="tiers, sparse last; without it quantized, or none beside --rivals",
     )
     parser.add_argument("--text-encoder", choices=("8bit",), help="run the last tier with it in 8 bits too")
-    parser.add_argument("--rivals", nargs="*", choices=OFFLOADING, default=[], help="diffusers' own offloading too")
+    parser.add_argument("--rivals", nargs="*", choices=OFFLOADING, default=[], help="diffusers' own offloading")
     parser.add_argument("--vram", nargs="+", default=["8 GB"], help="cards, such as 8GB")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
@@ -344,6 +343,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
+    if options.presets is None:
+        options.presets = [] if options.rivals else ["quantized"]
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, whose memory this is about.")
     return options

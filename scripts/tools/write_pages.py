@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
@@ -110,7 +111,7 @@ def with_results(text: str, folder: Path) -> str:
     parts = {
         "figures": headline(most),
         "tiers": tiers_table(most["runs"]),
-        "cards": readme_cards(cards_of(most["runs"])),
+        "cards": readme_cards(chain.from_iterable(cards_of(most["runs"]))),
     }
     if (folder / INSTALL).exists():
         parts["install"] = install_line(json.loads((folder / INSTALL).read_text()))
@@ -202,7 +203,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
 
 
 def _within_memory(runs: dict) -> Iterator[str]:
-    yield from (cards_table(run) for run in cards_of(runs))
+    yield from (cards_table(pipeline) for pipeline in cards_of(runs))
     if "text-encoder" in runs:
         yield text_encoder_table(runs["text-encoder"])
     yield from (vae_table(run) for run in runs.values() if "vae" in run)

@@ -82,6 +82,15 @@ def with_small_encoders(case):
     return replace(case, encoders={**small_cards.TEXT, "image_encoder": (CLIPVisionModel, image)})
 
 
+@pytest.mark.parametrize(
+    ("given", "presets"),
+    [([], ["quantized"]), (["--rivals", "leaves"], []), (["--rivals", "leaves", "--presets", "exact"], ["exact"])],
+)
+def test_diffusers_own_offloading_runs_alone(given, presets, monkeypatch):
+    monkeypatch.setattr(small_cards.torch.cuda, "is_available", lambda: True)
+    assert small_cards.parse_options(given).presets == presets
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     """The cap has room for what other tests of this process left on the card."""

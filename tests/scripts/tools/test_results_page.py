@@ -13,7 +13,7 @@ from scripts.benchmarks import gpu_session, group_offload
 from scripts.tools import write_pages
 from scripts.tools.pages import cards, checks, ops, readme, steps
 from scripts.tools.pages.vae import vae_table
-from tests.scripts.tools.pages.results import cards_run
+from tests.scripts.tools.pages.results import cards_runs
 from turbo_rcm_patch.cli.side_by_side import strip_height
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,7 +102,7 @@ def run_of(name: str, command: tuple[str, ...], preset: str) -> dict:
     if "group_offload" in command[0]:
         return copy.deepcopy(OFFLOADED)
     if "small_cards" in command[0]:
-        return cards_run()
+        return cards_runs()["--rivals" not in command]
     if "host_memory" in command[0]:
         return {"settings": {"config": name, "experts": 1, "vram": "8GB"}, "host_memory": HOST_MEMORY}
     if "sound" in command[0]:
@@ -311,26 +311,67 @@ def test_a_sparse_video_has_targets_and_a_place_in_the_summary(step, shown):
 
 
 def test_a_pipeline_within_a_cap():
-    text = cards.cards_table(cards_run())
+    text = cards.cards_table(cards_runs())
     assert "wan2.2-x, two experts, 5×16×32 from a prompt of 512 tokens to frames, 4 steps" in text
     assert "memory moves 50 GB/s" in text
+    assert "without a cap (at most 1.15× is wanted):" in text
     assert "| diffusers, by blocks | 8GB | all | whole frames | does not fit |  |  |" in text
     stages = "text encoding 2.00 (2.10), decoding 6.00 (6.30)"
     assert "| diffusers, by leaves | 8GB | all | in tiles | 30.00, once | 2.000 |" in text
     assert f"| quantized | no cap | nothing | whole frames | 10.00 | 2.000 | {stages} |" in text
-    assert f"| quantized | 8GB | nothing | few frames at a time | 11.00 | 2.000 | {stages} |" in text
+    assert f"| quantized | 8GB | nothing | few frames at a time | 11.00 (1.10×) | 2.000 (1.00×) | {stages} |" in text
+    assert "**" not in text
+
+
+def test_a_pipeline_and_diffusers_own_offloading_share_a_table():
+    """Also where the two were timed with different commits."""
+    rivals, ours = cards_runs()
+    base = "small-cards-x"
+    one, other = {base: ours, "ops": {}, f"{base}-diffusers": rivals}, {f"{base}-8-bits": ours}
+    assert cards.cards_of({**one, **other}) == [[rivals, ours], [ours]]
+    assert cards.cards_of({f"{base}-diffusers": rivals}) == [[rivals]]
+    rivals["environment"] = {**rivals["environment"], "commit": "f" * 40}
+    text = cards.cards_table([rivals, ours])
+    assert "commit 0123456789ab; diffusers' offloading with torch 2.11, triton 3.6, diffusers 0.42, commit ffff" in text
+    assert text.index("| diffusers, by leaves") < text.index("| quantized")
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "shown"),
+    [
+        ({}, {"seconds": 11.6}, "| **11.60 (1.16×)** | 2.000 (1.00×) |"),
+        ({"experts": 1}, {"seconds": 11.1}, "| **11.10 (1.11×)** | 2.000 (1.00×) |"),
+        ({"experts": 1}, {"step_seconds": 2.2}, "| 11.00 (1.10×) | 2.200 (1.10×) |"),
+        ({"experts": 1, "config": "wan2.1-14b", "height": 480}, {"step_seconds": 2.2}, "| **2.200 (1.10×)** |"),
+        ({}, {"allocated": {"denoising": 38 * 10**8}}, "| denoising 3.80 |"),
+        (
+            {"experts": 1, "config": "wan2.1-14b", "height": 480},
+            {"allocated": {"denoising": 38 * 10**8}, "peaks": {"denoising": 37 * 10**8}},
+            "| denoising **3.80** (**3.70**) |",
+        ),
+        ({}, {"peaks": {"decoding": 67 * 10**8}}, "decoding 6.00 (**6.70**) |"),
+    ],
+)
+def test_what_misses_its_limit_within_a_cap_is_bold(settings, row, shown):
+    _, ours = cards_runs()
+    ours["settings"] |= settings
+    ours["cards"][-1] |= row
+    text = cards.cards_table([ours])
+    assert shown in text
+    assert text.count("**") == shown.count("**")
 
 
 def test_the_readme_has_the_smallest_card_of_a_pipeline_in_the_fastest_way():
-    run = cards_run()
+    rivals, run = cards_runs()
     (whole,) = (row for row in run["cards"] if row["card"] is None)
+    name = "Wan 2.2 A14B, 32×16, 5 frames"
+    slowest = [f"| 8 GB | {name} | quantized | 6.00 | 11.0 | 10.0 |"]
+    assert readme.cards_table([rivals, run]).splitlines()[2:] == slowest
     fits, missed = run["cards"][-1], {"card": "4GB", "variant": "quantized", "seconds": None, "allocated": {}}
     faster = "quantized, text encoder in 8 bits"
     run["cards"] += [{**fits, "card": "12GB", "seconds": 10.5}, missed]
     run["cards"] += [{**whole, "variant": faster}, {**fits, "variant": faster, "seconds": 10.25}]
-    name = "Wan 2.2 A14B, 32×16, 5 frames"
-    assert readme.cards_table([run]).splitlines()[2:] == [f"| 8 GB | {name} | {faster} | 6.00 | 10.2 | 10.0 |"]
-    assert readme.cards_table([cards_run()]).splitlines()[2:] == [f"| 8 GB | {name} | quantized | 6.00 | 11.0 | 10.0 |"]
+    assert readme.cards_table([rivals, run]).splitlines()[2:] == [f"| 8 GB | {name} | {faster} | 6.00 | 10.2 | 10.0 |"]
 
 
 def test_the_text_encoder():
