@@ -189,7 +189,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("turbot2av", "sde", **_TURBOT2AV, fewer_steps=True),
     )
 }
-LTX2_RECIPES = ("turbot2av",)  # the others are for Wan
+SOUND_RECIPES = ("turbot2av",)  # for pipelines that make sound; the others are for those that do not
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
@@ -206,6 +206,6 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     return RECIPES[recipe]
 
 
-def recipe_names(*, ltx2: bool = False) -> str:
-    """Return the names of Wan's recipes, or of LTX-2's, for messages."""
-    return ", ".join(name for name in RECIPES if (name in LTX2_RECIPES) == ltx2)
+def recipe_names(*, sound: bool = False) -> str:
+    """Return the names of the recipes for pipelines that make sound, or for the others, for messages."""
+    return ", ".join(name for name in RECIPES if (name in SOUND_RECIPES) == sound)

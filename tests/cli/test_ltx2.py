@@ -81,6 +81,8 @@ def test_generate_writes_the_video_with_its_sound(model, tmp_path, capsys, optio
         assert "turbot2av (as asked for): 4 steps (sde) at timesteps 1000, 928, 852, 608" in printed
         trp.use_distilled(pipe, recipe="turbot2av")
         call = {"num_inference_steps": 4}
+    else:
+        assert "If it is distilled, give --recipe: turbot2av." in printed
     call |= {**SIZE, "guidance_scale": 3.0, "frame_rate": float(fps), "generator": torch.Generator().manual_seed(7)}
     video, sound = pipe("a fox barks", **call, output_type="np", return_dict=False)
     frames, (found, rate) = iio.imread(output) / 255, sound_in(output, tmp_path)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
-from ..recipes import LTX2_RECIPES, RCM_STEPS, RECIPES
+from ..recipes import RCM_STEPS, RECIPES, SOUND_RECIPES
 from ..shapes.grammar import EXAMPLES
 from .checks import OWN_SAMPLER
 from .demo_answer import as_bars, as_error, as_headline, folded
@@ -167,8 +167,8 @@ def _sizes(maker: DemoVideos) -> dict[str, int]:
 
 
 def _recipes() -> list[str]:
-    """Return the recipes of Wan models that make videos from text."""
-    return [name for name in RECIPES if name not in LTX2_RECIPES and not any(word in name for word in FROM_IMAGES)]
+    """Return the recipes for models that make videos from text, without sound."""
+    return [name for name in RECIPES if name not in SOUND_RECIPES and not any(word in name for word in FROM_IMAGES)]
 
 
 def _steps_of(model: str, recipe: str) -> int | None:

@@ -53,7 +53,7 @@ def info(arguments: argparse.Namespace) -> int:
 
 
 def _report(environment: dict[str, object], notes: list[str], plans: list[str], kernels: list[str]) -> str:
-    """Return the same as Markdown, without what is private."""
+    """Return the environment, notes, plans and kernels as Markdown, without what is private."""
     rows = {**environment, "system": platform.platform()}
     for name in OTHER_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

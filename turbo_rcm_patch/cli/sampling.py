@@ -10,6 +10,7 @@ from diffusers import DiffusionPipeline
 
 from ..patching import use_distilled, use_rcm
 from ..patching.apply import transformers_of
+from ..patching.families import pipeline_of
 from ..patching.sampling.use_distilled import NotRecognised
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler
@@ -104,7 +105,8 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
         options = {"steps": longest, "classifier_free_guidance": guided}
         tell(arguments, str(use_distilled(pipe, source, recipe, scale, **options)))
     except NotRecognised:
-        option = f"--recipe: {recipe_names()}" if hasattr(arguments, "recipe") else "--sigma-max, for rCM"
+        names = recipe_names(sound=pipeline_of(pipe).has_sound)
+        option = f"--recipe: {names}" if hasattr(arguments, "recipe") else "--sigma-max, for rCM"
         own = _own_sampler(pipe, arguments.model)
         tell(arguments, f"{own}: its name and files name no few-step distillation. If it is distilled, give {option}.")
 

@@ -17,7 +17,7 @@ TRANSFORMER_DEFAULTS = {"patch_size": (1, 2, 2), "rope_max_seq_len": 1024}
 class SizeRules:
     """The sizes that a model takes: height and width in multiples of these pixels, 1 + a multiple of `temporal` frames.
 
-    positions: the length of the RoPE table, which limits the patches along each axis. None: not known yet.
+    positions: the length of the RoPE table, which limits the patches along each axis. None: no known table.
     patch: pixels that one patch covers along height and width, and latent frames.
     """
 

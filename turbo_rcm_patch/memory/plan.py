@@ -181,11 +181,11 @@ def fit_with(
 
 
 def _facts_of(pipe: object, models: Mapping[str, nn.Module]) -> dict[str, object]:
-    """Return what the pipeline's class and scheduler tell of a step: timesteps of tokens, and samples at once."""
+    """Return the facts of a step that the pipeline's class and scheduler tell, as arguments of `Patched`."""
     if not has_sound(models):
         return {"own_timesteps": expands_timesteps(type(pipe).__name__, pipe.config)}
     guided, known = not isinstance(pipe.scheduler, FewStepScheduler), pipeline_of(pipe)
-    from_text = known is not None and known.starts_from == "text"  # no token is of a given frame, without noise
+    from_text = known is not None and known.starts_from == "text"  # else a given frame has its own timestep
     return {"own_timesteps": not from_text, "samples": 1 + guided}
 
 

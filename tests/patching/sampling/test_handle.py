@@ -9,11 +9,11 @@ import turbo_rcm_patch as trp
 from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
 from tests.patching.sampling.test_use_rcm import published as rcm
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
-from turbo_rcm_patch.recipes import LTX2_RECIPES, shifted
+from turbo_rcm_patch.recipes import SOUND_RECIPES, shifted
 from turbo_rcm_patch.scheduler import FewStepScheduler
 
 NOISE = (1, *LATENTS)
-WAN_RECIPES = [name for name in trp.RECIPES if name not in LTX2_RECIPES]
+WAN_RECIPES = [name for name in trp.RECIPES if name not in SOUND_RECIPES]
 
 
 def record(states):

@@ -15,10 +15,10 @@ from tests.patching.lora.test_load import assert_as_before, everything
 from tests.patching.sampled_videos import seeded
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.patching.sampling.handle import HANDLE
-from turbo_rcm_patch.recipes import LTX2_RECIPES
+from turbo_rcm_patch.recipes import SOUND_RECIPES
 from turbo_rcm_patch.scheduler import FewStepScheduler, RCMScheduler
 
-WAN_RECIPES = [name for name in trp.RECIPES if name not in LTX2_RECIPES]
+WAN_RECIPES = [name for name in trp.RECIPES if name not in SOUND_RECIPES]
 LIGHTX2V = "wan2.1_t2v_lora_rank64_lightx2v_4step.safetensors"
 
 

@@ -278,7 +278,7 @@ class Family:
         pipelines: those whose sampler `use_rcm` and `use_distilled` can replace.
         cases: sizes of its checkpoints by name, with which the command line and the benchmarks build random models.
         inputs: (pipeline) -> the sizes of random inputs for it, for a family with cases.
-        rows_known: the ends of the paths of linears that know the largest value of each row of their input.
+        rows_known: how a linear's path ends if the largest value of each row of its input is known.
         from_files: (file, its tensors) -> the transformer, on the meta device, that a file with its authors' names
             holds. Raises ValueError for a file of another model. None if no such files are known.
         notes: lines for the summary about what is not fused apart from the steps of the blocks.

@@ -22,7 +22,7 @@ from ...checkpoints.recognise import (
     odd_names,
     own_name,
 )
-from ...recipes import LTX2_RECIPES, RECIPES, Recipe, find_recipe, recipe_names
+from ...recipes import RECIPES, SOUND_RECIPES, Recipe, find_recipe, recipe_names
 from ...scheduler import FewStepScheduler, scheduler_of
 from ..apply import transformers_of
 from ..families import family_of, pipeline_of
@@ -118,13 +118,13 @@ def use_distilled(
 
 
 def _check_recipe(pipe: DiffusionPipeline, recipe: Recipe | None) -> None:
-    """Raise ValueError for a published recipe of another family's."""
-    ltx2 = pipeline_of(pipe).has_sound
-    if recipe is None or RECIPES.get(recipe.name) is not recipe or (recipe.name in LTX2_RECIPES) == ltx2:
+    """Raise ValueError for a published recipe of another family."""
+    sound = pipeline_of(pipe).has_sound
+    if recipe is None or RECIPES.get(recipe.name) is not recipe or (recipe.name in SOUND_RECIPES) == sound:
         return
     raise ValueError(
-        f"recipe={recipe.name!r} is not for {type(pipe).__name__}; accepted are {recipe_names(ltx2=ltx2)}, or a Recipe "
-        "of your own."
+        f"recipe={recipe.name!r} is not for {type(pipe).__name__}; accepted are {recipe_names(sound=sound)}, or a "
+        "Recipe of your own."
     )
 
 
@@ -144,7 +144,7 @@ def _read(pipe: DiffusionPipeline, source: Source | Sequence[Source | None], mod
     files = {}
     accepted = (
         f"Accepted are LoRA files ({', '.join(SUFFIXES)}), folders and hub ids. Give how a LoRA was distilled as "
-        f"recipe=, one of {recipe_names(ltx2=pipeline_of(pipe).has_sound)}."
+        f"recipe=, one of {recipe_names(sound=pipeline_of(pipe).has_sound)}."
     )
     try:
         paths = find_files(source, len(models))
@@ -191,13 +191,13 @@ def _sampling(
         return Sampling(scheduler, chosen.name, "as asked for", own)
     evidence = "as asked for"
     if chosen is None:
-        ltx2 = pipeline_of(pipe).has_sound
-        found = _recognise_files(files, models, ltx2=ltx2) if files else _recognise_loaded(models)
-        if found is None or (found.recipe in LTX2_RECIPES) != ltx2:
+        sound = pipeline_of(pipe).has_sound
+        found = _recognise_files(files, models, sound=sound) if files else _recognise_loaded(models)
+        if found is None or (found.recipe in SOUND_RECIPES) != sound:
             first, *_ = models.values()
             raise NotRecognised(
                 f"neither the name nor the files of the loaded model ({_name_of(first) or 'it has no name'}) tell how "
-                f"it was distilled; give a LoRA as source, or recipe=, one of {recipe_names(ltx2=ltx2)}."
+                f"it was distilled; give a LoRA as source, or recipe=, one of {recipe_names(sound=sound)}."
             )
         chosen, evidence = RECIPES[found.recipe], found.evidence
         if found.alone:
@@ -210,15 +210,18 @@ def _sampling(
     return Sampling(scheduler, recipe.name, evidence, boundary)
 
 
-def _recognise_files(files: Files, models: Models, *, ltx2: bool) -> Recognised:
-    """Recognise LoRA files. Raises ValueError if that fails, and for all LoRAs of LTX-2."""
-    claims_of = (lambda *_: []) if ltx2 else lora_claims
+def _recognise_files(files: Files, models: Models, *, sound: bool) -> Recognised:
+    """Recognise LoRA files. Raises ValueError if that fails.
+
+    sound: True for a pipeline that makes sound, whose LoRAs are never recognised.
+    """
+    claims_of = (lambda *_: []) if sound else lora_claims
     found = [claims_of(file.path, file.lora, models[name], len(models)) for name, file in files.items()]
     known = {claim.recipe for claims in found for claim in claims}
     if len(known) != 1 or [] in found:
         names = ", ".join(file.path.name for file in files.values())
         what = f"look like {' and '.join(sorted(known))}" if len(known) > 1 else "cannot be recognised"
-        raise ValueError(f"{names}: {what}; give how it was distilled as recipe=, one of {recipe_names(ltx2=ltx2)}.")
+        raise ValueError(f"{names}: {what}; give how it was distilled as recipe=, one of {recipe_names(sound=sound)}.")
     first = [claims[0] for claims in found]
     return next((claim for claim in first if claim.alone), first[0])
 

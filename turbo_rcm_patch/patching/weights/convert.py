@@ -122,7 +122,7 @@ def _is_plain(linear: nn.Module | None) -> bool:
 def convert_weights(journal: Journal, linears: dict[str, nn.Linear], rows_known: tuple[str, ...]) -> None:
     """Put the weights of linears in 8 bits, one after the other; the originals go to the CPU.
 
-    rows_known: the ends of the paths of linears that know the largest value of each row of their input.
+    rows_known: how a linear's path ends if the largest value of each row of its input is known.
     Linears with tied weights get an 8-bit weight each. `restore` ties the originals again.
 
     Raises ValueError, before anything is changed, where weights are on the meta device.
