@@ -88,10 +88,10 @@ def test_what_is_private(monkeypatch, text, shown):
     assert without_private(text) == shown
 
 
-def info_of(tmp_path, capsys, *options):
+def info_of(tmp_path, capsys, *options, code=0):
     """Run `info --model`, and return its output and the memory in its JSON file."""
     path = tmp_path / "info.json"
-    assert main(["info", "--device", "cpu", "--json", str(path), "--model", *map(str, options)]) == 0
+    assert main(["info", "--device", "cpu", "--json", str(path), "--model", *map(str, options)]) == code
     return capsys.readouterr().out, json.loads(path.read_text())["memory"]
 
 
@@ -129,9 +129,16 @@ def test_info_plans_for_a_card_without_weights(tmp_path, capsys):
     assert {"transformer", "transformer_2"} < set(plan["streaming"])
     assert max(plan["peaks"].values()) <= plan["budget"] == 74 * 10**8
 
-    printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "3 GB", "--preset", "exact")
+
+def test_info_fails_if_nothing_that_was_asked_for_fits(saved_models, tmp_path, capsys):
+    printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "3 GB", "--preset", "exact", code=2)
     assert "3.00 GB are given. It fits with the preset 'quantized' and num_frames=9." in printed
-    assert plan["error"] in printed
+    assert printed.count(plan["error"]) == 1
+    _, plans = info_of(tmp_path, capsys, saved_models / "t2v", "--vram", "0.5GB", code=2)
+    assert [plan["tier"] for plan in plans] == list(trp.PRESETS)
+    _, (exact, *others) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "5GB")
+    assert "error" in exact
+    assert not any("error" in plan for plan in others)
 
 
 def test_the_plan_without_weights_is_that_of_the_loaded_pipeline(saved_models, tmp_path, capsys):

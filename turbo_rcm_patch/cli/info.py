@@ -31,7 +31,8 @@ _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}")
 def info(arguments: argparse.Namespace) -> int:
     """Print the environment, after the memory that --model takes, and the kernels of the included model.
 
-    With --model the kernels are left out, except from the report and the JSON file, or with --verbose.
+    With --model the kernels are left out, except from the report and the JSON file, or with --verbose. Returns 2 if
+    --vram is given and nothing that was asked for fits.
     """
     device = choose_device(arguments)
     memory, plans = ([], []) if arguments.model is None else memory_of_model(arguments)
@@ -49,7 +50,7 @@ def info(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         by_step = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
         write_json(arguments.json, {"environment": environment, "kernels": by_step, "memory": memory})
-    return 0
+    return 2 if memory and all("error" in plan for plan in memory) else 0
 
 
 def _report(environment: dict[str, object], notes: list[str], plans: list[str], kernels: list[str]) -> str:

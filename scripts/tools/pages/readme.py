@@ -38,6 +38,7 @@ TIERS_HEADER = (
     "for",
 )
 INSTALL = "install.json"  # from install_size.py
+IN_8_BITS = "before `fit`: `trp.patch_text_encoder(pipe, in_8_bits=True)`"  # the line that a row takes
 CARDS_HEADER = (
     "memory of the card",
     "pipeline, video",
@@ -145,7 +146,8 @@ def _fitted(run: dict) -> Iterator[tuple[tuple[str, int], tuple[float, list[str]
         if card is None or seconds is None or variant not in whole or not variant.startswith("quantized"):
             continue
         peak = in_gb(max(row["allocated"].values()))
-        cells = [card.replace("GB", " GB"), pipeline, variant, peak, f"{seconds:.1f}", f"{whole[variant]:.1f}"]
+        tier = variant.replace("text encoder in 8 bits", IN_8_BITS)
+        cells = [card.replace("GB", " GB"), pipeline, tier, peak, f"{seconds:.1f}", f"{whole[variant]:.1f}"]
         yield (pipeline, parse_amount(card)), (seconds, cells)
 
 
