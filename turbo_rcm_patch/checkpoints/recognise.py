@@ -32,7 +32,9 @@ _KEYS = {
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
 }
 PERHAPS_GATES = f"{_KEYS['fastwan'][1]}, if the checkpoint has any, are not used: attention is dense"
-_SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}  # a transformer's width, and the size in its files' names
+# Only Wan's distillations are recognised by these: a transformer's width, with the size that its files' names give, and
+# the linears of a block that every such LoRA has.
+_SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}
 _LINEARS = (
     *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
     *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
@@ -119,7 +121,7 @@ def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised |
 
 
 def _linears(model: nn.Module) -> set[str]:
-    """Return the names of the linears that a distillation's LoRA changes in every block."""
+    """Return the names of the linears that a LoRA of a distilled Wan changes in every block."""
     return {f"blocks.{i}.{name}" for i in range(len(model.blocks)) for name in _LINEARS}
 
 
