@@ -63,7 +63,8 @@ def make_video(arguments):
     pipe.set_progress_bar_config(disable=not is_first)
     patched = patch(pipe, options.preset)
     # Heads and tokens must divide by the number of processes: 40 heads and 32,760 tokens do by 2 and 4.
-    pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=dist.get_world_size()))
+    for transformer in patched.transformers.values():
+        transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=dist.get_world_size()))
 
     height, width, num_frames = options.size or size
     video = pipe(

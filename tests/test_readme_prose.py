@@ -4,6 +4,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import diffusers
 import imageio.v3 as iio
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_the_first_code_saves_a_video(tmp_path):
 @pytest.mark.usefixtures("tiny_videos")
 @pytest.mark.parametrize("block", BLOCKS[1:])
 def test_code_runs_after_the_first(block):
-    names = {"trp": trp, "pipe": tiny_wan_pipeline("t2v")}
+    names = {"diffusers": diffusers, "torch": torch, "trp": trp, "pipe": tiny_wan_pipeline("t2v")}
     exec(block, names)
     video = names["video"] if "video" in names else names["pipe"]("a fox").frames[0]
     assert len(video) == 5

@@ -40,10 +40,11 @@ TIERS_HEADER = (
 INSTALL = "install.json"  # from install_size.py
 IN_8_BITS = "before `fit`: `trp.patch_text_encoder(pipe, in_8_bits=True)`"  # the line that a row takes
 CARDS_HEADER = (
-    "memory of the card",
+    "card tried",
     "pipeline, video",
     "tier",
     "peak, GB",
+    "RAM, GB",
     "a video, s",
     "the same with all memory, s",
 )
@@ -70,11 +71,11 @@ def _seconds(runs: dict, model: str) -> str:
         return ""
     totals = {tier_of_run(run): _total(run, PATCHED) for run in videos}
     ours = _and([f"{seconds:.2f} s ({tier})" for tier, seconds in totals.items()])
-    rivals = [_range([_total(run, name) for run in videos], "{:.1f}".format) for name in (COMPILED, UNPATCHED)]
+    rivals = [_and([f"{_total(run, name):.1f}" for run in videos]) + " s" for name in (COMPILED, UNPATCHED)]
     count = videos[0]["settings"]["num_inference_steps"]
     return (
-        f" A video in {count} steps, from prompt embeddings to frames, takes {ours}; `torch.compile` "
-        f"took {rivals[0]} s beside it, diffusers {rivals[1]} s."
+        f" A video in {count} steps, from prompt embeddings to frames, takes {ours}, with "
+        f"`torch.compile` {rivals[0]}, in diffusers {rivals[1]}."
     )
 
 
@@ -145,10 +146,15 @@ def _fitted(run: dict) -> Iterator[tuple[tuple[str, int], tuple[float, list[str]
         variant, card, seconds = row["variant"], row["card"], row["seconds"]
         if card is None or seconds is None or variant not in whole or not variant.startswith("quantized"):
             continue
-        peak = in_gb(max(row["allocated"].values()))
+        peak, ram = in_gb(max(row["allocated"].values())), f"{_on_host(row) / 1e9:.0f}"
         tier = variant.replace("text encoder in 8 bits", IN_8_BITS)
-        cells = [card.replace("GB", " GB"), pipeline, tier, peak, f"{seconds:.1f}", f"{whole[variant]:.1f}"]
+        cells = [card.replace("GB", " GB"), pipeline, tier, peak, ram, f"{seconds:.1f}", f"{whole[variant]:.1f}"]
         yield (pipeline, parse_amount(card)), (seconds, cells)
+
+
+def _on_host(row: dict) -> int:
+    """Return the bytes of a row's models that stay on the host, without the weights that restore() needs."""
+    return sum(one["blocks"] + one["table"] for one in row["components"] if one["name"] in row["streaming"])
 
 
 def install_line(sizes: dict) -> str:

@@ -79,7 +79,8 @@ def cards_runs() -> list[dict]:
     sizes = {"num_frames": 5, "height": 16, "width": 32}
     settings = {"config": "wan2.2-x", "experts": 2, **sizes, "steps": 4, "tokens": 512, "repeats": 2}
     measured = {"step_seconds": 2.0, "allocated": {"text encoding": 2 * 10**9, "decoding": 6 * 10**9}}
-    plan = {"streaming": [], "tiles": False, "decoding": None}
+    components = [{"name": "text_encoder", "blocks": 9 * 10**9, "table": 2 * 10**9}]
+    plan = {"components": components, "streaming": [], "tiles": False, "decoding": None}
     plan["peaks"] = {"text encoding": 21 * 10**8, "decoding": 63 * 10**8}
     rival = {"card": "8GB", "streaming": ["all"]}
     does_not_fit = {"seconds": None, "step_seconds": None, "allocated": {}}
