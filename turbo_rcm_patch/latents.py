@@ -11,7 +11,7 @@ def latent_channels(config: Mapping[str, object]) -> int:
 
 
 def compression(config: Mapping[str, object]) -> tuple[int, int]:
-    """Return the pixels along height and width, and the frames, that a latent stands for.
+    """Return the pixels along height and width, and the frames, that one latent pixel stands for.
 
     Published configs lack entries that diffusers' classes got later. These have the classes' defaults here.
     """

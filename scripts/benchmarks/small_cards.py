@@ -5,7 +5,7 @@
 The weights are random, with Wan's own encoders at their real sizes, and the prompt is random tokens. `trp.fit` plans
 for the card; torch may then allocate no more than the card has, less what CUDA itself takes. The predicted peaks of the
 plan stand beside the measured ones. With --rivals unpatched diffusers runs instead, with its own offloading, in bf16;
-its VAE works in tiles where whole frames do not fit. Exits with 1 if a tier does not fit.
+its VAE works in tiles where whole frames do not fit. With --presets too, both run. Exits with 1 if a tier does not fit.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         help="tiers, sparse last; without it quantized, or none beside --rivals",
     )
     parser.add_argument("--text-encoder", choices=("8bit",), help="run the last tier with it in 8 bits too")
-    parser.add_argument("--rivals", nargs="*", choices=OFFLOADING, default=[], help="diffusers' own offloading")
+    parser.add_argument("--rivals", nargs="+", choices=OFFLOADING, default=[], help="diffusers' own offloading")
     parser.add_argument("--vram", nargs="+", default=["8 GB"], help="cards, such as 8GB")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
@@ -345,6 +345,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.presets is None:
         options.presets = [] if options.rivals else ["quantized"]
+    if options.text_encoder and not options.presets:
+        parser.error("--text-encoder is of a tier; give --presets beside --rivals.")
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, whose memory this is about.")
     return options

@@ -314,7 +314,7 @@ def launch_conv_skip() -> None:
         launch_convolution(*frames, C, N, window=(3, 3))
     for N, C in ((12, 256), (12, 228), (3, 96), (3, 68)):  # the positions of the window as columns
         launch_convolution(4, *frames[1:], C, N, window=(3, 3))
-    for dtype, N, C in (*product((FP32,), (96, 32, 3), (96, 20)), (FP16, 192, 128)):
+    for dtype, N, C in (*product((FP32,), (96, 32, 3), (96, 20)), (FP32, 32, 384), (FP16, 192, 128)):
         launch_convolution(*frames, C, N, window=(3, 3), dtype=dtype)
     for N, C in product((192, 96, 3), (96, 20)):
         launch_convolution(*frames, C, N, window=(3, 3), front=False)

@@ -32,8 +32,8 @@ _KEYS = {
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
 }
 PERHAPS_GATES = f"{_KEYS['fastwan'][1]}, if the checkpoint has any, are not used: attention is dense"
-# Only Wan's distillations are recognised by these: a transformer's width, with the size that its files' names give, and
-# the linears of a block that every such LoRA has.
+# Only Wan's distillations are recognised by what follows. The first has a transformer's width, and the size in its
+# files' names. The second has the linears of a block that every such LoRA has.
 _SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}
 _LINEARS = (
     *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),

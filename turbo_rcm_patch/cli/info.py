@@ -50,7 +50,7 @@ def info(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         by_step = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
         write_json(arguments.json, {"environment": environment, "kernels": by_step, "memory": memory})
-    return 2 if memory and all("error" in plan for plan in memory) else 0
+    return 1 if memory and all("error" in plan for plan in memory) else 0
 
 
 def _report(environment: dict[str, object], notes: list[str], plans: list[str], kernels: list[str]) -> str:

@@ -214,7 +214,7 @@ class CudaRecorder:
 
 @contextlib.contextmanager
 def _without_garbage_collection():
-    """Keep Python from collecting garbage. A dropped model's graph would be destroyed, which breaks a capture."""
+    """Keep Python from collecting garbage. Collecting a dropped model destroys its graph, and that breaks a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

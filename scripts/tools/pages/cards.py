@@ -38,8 +38,8 @@ def cards_table(runs: Sequence[dict]) -> str:
     return (
         f"{_name(settings)} from a prompt of {settings['tokens']} tokens to frames, {settings['steps']} steps, on a "
         f"GPU whose memory is capped ({_versions(runs)}; median of {settings['repeats']}; a copy "
-        f"from pinned memory moves {bus:.0f} GB/s). In brackets stand the peaks that were predicted then (1.00 to "
-        f"{PREDICTED:.2f}× is wanted) and times over those without a cap ({_wanted(limits)}):\n\n"
+        f"from pinned memory moves {bus:.0f} GB/s). In brackets stand the peaks that were predicted before the run "
+        f"(1.00 to {PREDICTED:.2f}× is wanted) and times over those without a cap ({_wanted(limits)}):\n\n"
         + table_of(header, rows)
     )
 
@@ -61,7 +61,7 @@ def _limits(settings: dict) -> Limits:
 def _wanted(limits: Limits) -> str:
     wanted = f"at most {limits.video:.2f}× is wanted"
     if limits.step < math.inf:
-        wanted += f", for a step {limits.step:.2f}× and a peak of {in_gb(limits.peak)} GB"
+        wanted += f", for a step {limits.step:.2f}× and, while denoising, a peak of {in_gb(limits.peak)} GB"
     return wanted
 
 

@@ -65,8 +65,12 @@ def headline(results: dict) -> str:
 
 
 def _seconds(runs: dict, model: str) -> str:
-    """Return a sentence on the whole videos of a model that were timed on one GPU, or "" without any."""
-    videos = [run for run in whole_videos(runs).values() if title_of(run) == model]
+    """Return a sentence on the whole videos of a model that one GPU made, with its VAE as it is, or "" without any."""
+    videos = [
+        run
+        for run in whole_videos(runs).values()
+        if title_of(run) == model and not {"vae", "vae_dtype"} & run["settings"].keys()
+    ]
     if not videos:
         return ""
     totals = {tier_of_run(run): _total(run, PATCHED) for run in videos}

@@ -91,6 +91,12 @@ def test_diffusers_own_offloading_runs_alone(given, presets, monkeypatch):
     assert small_cards.parse_options(given).presets == presets
 
 
+def test_diffusers_alone_has_no_text_encoder_in_8_bits(capsys):
+    with pytest.raises(SystemExit):
+        small_cards.parse_options(["--rivals", "leaves", "--text-encoder", "8bit"])
+    assert "give --presets" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     """The cap has room for what other tests of this process left on the card."""

@@ -192,7 +192,7 @@ def _sampling(
     evidence = "as asked for"
     if chosen is None:
         sound = pipeline_of(pipe).has_sound
-        found = _recognise_files(files, models, sound=sound) if files else _recognise_loaded(models)
+        found = _recognise_files(files, models, sound=sound) if files else _recognise_loaded(models, sound=sound)
         if found is None or (found.recipe in SOUND_RECIPES) != sound:
             first, *_ = models.values()
             raise NotRecognised(
@@ -226,15 +226,18 @@ def _recognise_files(files: Files, models: Models, *, sound: bool) -> Recognised
     return next((claim for claim in first if claim.alone), first[0])
 
 
-def _recognise_loaded(models: Models) -> Recognised | None:
-    """Recognise the loaded models by their names and files. Raises ValueError if these contradict each other."""
+def _recognise_loaded(models: Models, *, sound: bool) -> Recognised | None:
+    """Recognise the loaded models by their names and files. Raises ValueError if these contradict each other.
+
+    sound: True for a pipeline that makes sound.
+    """
     for name, model in models.items():
         found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(keys_of_model(_name_of(model), name))]
         told = [recognised for recognised in found if recognised is not None]
         if len({recognised.recipe for recognised in told}) > 1:
             raise ValueError(
                 f"the loaded model could be {told[0].recipe} ({told[0].evidence}) or {told[1].recipe} "
-                f"({told[1].evidence}); give how it was distilled as recipe=, one of {recipe_names()}."
+                f"({told[1].evidence}); give how it was distilled as recipe=, one of {recipe_names(sound=sound)}."
             )
         if told:
             return told[0]
