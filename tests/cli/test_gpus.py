@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import ContextParallelConfig
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -111,6 +112,11 @@ def run_command(monkeypatch, folder, change):
 
 
 def run_example(monkeypatch, folder, change):
+    def noted(**options):
+        (folder / f"degree.{dist.get_rank()}").write_text(str(options["ulysses_degree"]))
+        return ContextParallelConfig(**options)
+
+    monkeypatch.setattr(parallel, "ContextParallelConfig", noted)
     if change is not None:
         monkeypatch.setattr(parallel, "load_embedded_pipeline", lambda device: change())
     world = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "monitor_interval": 0.05}
@@ -184,6 +190,7 @@ def test_the_example_writes_a_video(made):
     result, _, _ = example["made"]
     assert result == {0: None, 1: None}
     assert iio.imread(folder / "example.mp4").shape == (5, 16, 32, 3)
+    assert [(folder / f"degree.{rank}").read_text() for rank in range(2)] == ["2", "2"]
 
 
 def test_a_failure_of_the_example_ends_all_processes(made):

@@ -15,7 +15,10 @@ PREDICTED = 1.10  # a predicted peak over the measured one, at most; at least 1
 
 
 class Limits(NamedTuple):
-    """What is wanted at most within a cap: a video's time and a step's, over those without it, and a step's bytes."""
+    """The limits of a run within a cap.
+
+    video, step: the largest ratio of the time to that without a cap. peak: the most bytes of a step.
+    """
 
     video: float = 1.10
     step: float = math.inf
