@@ -107,10 +107,10 @@ def title_of(run: dict) -> str:
 
 
 class Step(NamedTuple):
-    """One variant's denoising step. peak: bytes. error: relative L2 to fp32, or None if it was not measured."""
+    """One variant's denoising step. peak: bytes, or None. error: relative L2 to fp32, or None if it was not measured."""
 
     milliseconds: float
-    peak: int
+    peak: int | None
     error: float | None
 
 

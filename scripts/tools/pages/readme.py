@@ -101,12 +101,12 @@ def tiers_table(runs: dict) -> str:
         if not steps:
             continue
         ratios = [one.milliseconds / ours.milliseconds for one, ours in zip(compiled, steps, strict=True)]
-        memory = [ours.peak / one.peak for one, ours in zip(compiled, steps, strict=True)]
+        memory = [ours.peak / one.peak for one, ours in zip(compiled, steps, strict=True) if ours.peak is not None]
         errors = [ours.error for ours in steps if ours.error is not None]
         name = f'`"{tier}"`' + (", the default" if tier == EXACT.name else "")
         error = _range(errors, _percent) if errors else "the model's own: `verify`"
         use = USES[tier].format(factor=EXACT.limits.factor, tokens=PRESETS["block_sparse"].min_tokens)
-        rows.append([name, _range(ratios, _times), _range(memory, _times), error, use])
+        rows.append([name, _range(ratios, _times), _range(memory, _times) if memory else "", error, use])
     unpatched = [variants[UNPATCHED].error for variants in found if UNPATCHED in variants]
     return table_of([*TIERS_HEADER[:3], _error_header(unpatched), *TIERS_HEADER[4:]], rows)
 

@@ -129,6 +129,8 @@ def steps_table(runs: dict) -> str:
         "- Weights outside the blocks stay in bf16. Their share is larger in models with fewer layers.\n"
         "- In runs with torchao up to commit de2fbdb, torchao's tuning applied to the whole process. There "
         "torch.compile tuned its kernels too, and took as long to compile.\n"
+        "- Runs with torchao before commit 56fbabd counted its weights as twice what they take. The peaks of all their "
+        "variants came out too low by the rest, so they are left out.\n"
         "- The embedded model's latents are far from eager's if an error changes what it draws. This happens with this "
         "prompt in 8 bits and with torchao. `evaluate` counts how often it matters.\n\n"
         + table_of(STEPS_HEADER, [row for name, run in runs.items() for row in step_rows(name, run)])
@@ -168,9 +170,18 @@ def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> lis
     shown[-1] = bold(shown[-1], seconds["patched"] > limit)
     targets = DECODE_TARGETS.get(name, {}) if vae else {}
     speedups = [speedup(seconds.get(rival), seconds["patched"], targets.get(rival, 0.0)) for rival in variants[:-1]]
-    memory = timings["patched"]["peak_memory"] / timings["unpatched"]["peak_memory"]
     label = _whole_video(run) if vae is None else f"decoding alone, {vae}, {_size(run)}"
-    return [label, *shown, *speedups, bold(f"{memory:.2f}×", memory > 1)]
+    return [label, *shown, *speedups, _ratio(timings["patched"]["peak_memory"], timings["unpatched"]["peak_memory"])]
+
+
+def _ratio(peak: int | None, other: int | None) -> str:
+    """Return a peak over another, bold where it is above 1, or "" if they are not known."""
+    return "" if peak is None else bold(f"{peak / other:.2f}×", peak > other)
+
+
+def gibibytes(peak: int | None) -> str:
+    """Return a peak of memory in GiB, or "" if it is not known."""
+    return "" if peak is None else f"{peak / 2**30:.2f}"
 
 
 def _whole_video(run: dict) -> str:
@@ -206,7 +217,7 @@ def _memory_ratio(name: str, run: dict, rival: str = COMPILED) -> str:
 def _memory_beside(name: str, run: dict) -> tuple[str, str]:
     """Return the patched peak over its rival's, in 8 bits also the weights' share of bf16's, and the targets."""
     rival, most = MEMORY_TARGETS[name]
-    shown, asked = _memory_ratio(name, run, rival), f"memory {most}"
+    shown, asked = _memory_ratio(name, run, rival) or "memory not known", f"memory {most}"
     weights = {variant["name"]: variant.get("weights") for variant in run["variants"]}
     if rival == EXACT_PATCH and weights["patched"] is not None:
         share = weights["patched"] / weights["unpatched"]
@@ -226,7 +237,7 @@ def step_rows(name: str, run: dict) -> list[list[str]]:
         rivals = ("unpatched", "torch.compile")
         speedups = [speedup(steps.get(rival), step, targets.get(rival, 0.0)) for rival in rivals]
         asked = " / ".join(str(targets.get(rival, "–")) for rival in rivals) if targets else ""
-        memory = f"{variant['timings']['peak_memory'] / 2**30:.2f}"
+        memory = gibibytes(variant["timings"]["peak_memory"])
         if targets and name in MEMORY_TARGETS:
             beside, asked_of_memory = _memory_beside(name, run)
             memory += f" ({beside})"
@@ -285,7 +296,7 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
         asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
         asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
         limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
-        memory = bold(f"{timings['peak_memory'] / 2**30:.2f}", is_ours and timings["peak_memory"] > most_memory)
+        memory = bold(gibibytes(peak := timings["peak_memory"]), is_ours and peak is not None and peak > most_memory)
         rate = f"{run['decode_flops'] / decodes[variant] / 1e12:.0f}" if run.get("decode_flops") else ""
         cells = [*seconds, *speedups, rate, " / ".join(asked), memory]
         label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
