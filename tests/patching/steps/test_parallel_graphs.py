@@ -111,7 +111,8 @@ def test_nccl_registers_no_buffers_while_it_records(monkeypatch):
     ("frames", "ranks", "config", "is_recorded"),
     [
         (21, 1, trp.Exact(), False),  # 81 frames at 832×480
-        (21, 2, trp.Exact(), True),
+        (21, 2, trp.Exact(), False),
+        (21, 2, trp.Quantized(), True),
         (21, 4, trp.Exact(), True),
         (41, 2, trp.Exact(), False),  # 161 frames
         (41, 2, trp.Sparse(), True),
