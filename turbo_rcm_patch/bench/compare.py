@@ -312,9 +312,10 @@ class _Judge:
 def _variant(name: str, run: Runs, base: Runs, errors: _Errors, device: torch.device) -> Variant:
     timings, base_timings = StageTimings.median(run.timings), StageTimings.median(base.timings)
     latents, frames = None, None
+    has_arrays = isinstance(run.made.frames, np.ndarray)
     if run is not base:
         latents = Difference.of_latents(run.made.latents, base.made.latents)
-        if run.made.frames is not None:
+        if has_arrays:
             frames = Difference.of_frames(*(torch.from_numpy(each.made.frames) for each in (run, base)), device)
     return Variant(
         name=name,
@@ -323,7 +324,7 @@ def _variant(name: str, run: Runs, base: Runs, errors: _Errors, device: torch.de
         steps_speedup=sum(base_timings.steps) / sum(timings.steps),
         latents=latents,
         frames=frames,
-        video=None if run.made.frames is None else run.made.frames[0],
+        video=run.made.frames[0] if has_arrays else None,
         compiled=run.compiled,
         step_error=errors.step,
         decode_error=errors.decode,
