@@ -433,6 +433,15 @@ def launch_block_sparse_attention() -> None:
     for head_dim, dtype in product((64, 128), (BF16, FP16)):  # with the fastest blocks
         qkv = quantized_qkv(default_v_format(DEVICE), head_dim)
         block_sparse_attention_8bit(qkv._replace(dtype=dtype), mass=0.5)
+    if default_v_format(DEVICE) == FP8:
+        for head_dim, (block_q, block_k) in (
+            (64, (None, None)),
+            (128, (None, None)),
+            (64, (128, 64)),
+            (128, (64, 128)),
+        ):
+            qkv = quantized_qkv(FP8, head_dim)
+            block_sparse_attention_8bit(qkv, mass=0.5, block_q=block_q, block_k=block_k, result=FP8)
     for dtype, tokens in ((FP16, 300), (BF16, 32760), (BF16, 75600)):
         x = meta(1, tokens, 3, 128, dtype=dtype)
         block_sparse_attention(x, x, x, mass=0.5)

@@ -54,3 +54,19 @@ def assert_same(actual, expected, x):
     if expected.norm is not None:
         own = actual.dequantize(torch.float64).norm(dim=-1)
         torch.testing.assert_close(actual.norm.double(), own, rtol=1e-5, atol=0)
+
+
+def assert_rounded_once(result: Quantized, wide: torch.Tensor):
+    """Assert that a Quantized is an attention's result [B, S, H, D] in e4m3, with one scale per sample that bounds it.
+
+    e4m3 rounds by 1/16 at most, and values below 2^-6 of the scale by 2^-10 of it. So channels err as in rows that have
+    scales of their own, on which values of any size have more than enough range.
+    """
+    wide = wide.flatten(2).float()
+    assert (result.format, result.values.shape, result.scale.shape) == (FP8, wide.shape, wide.shape[:2])
+    assert (result.scale == result.scale[:, :1]).all()
+    assert result.values.float().abs().max() < LARGEST[FP8]  # nothing is clamped
+    error = (result.dequantize() - wide).abs()
+    assert (error <= wide.abs() / 15 + result.scale[..., None] * 2**-9).all()
+    of_rows = (quantize_reference(wide, FP8).dequantize() - wide).norm(dim=(0, 1)) / wide.norm(dim=(0, 1))
+    assert (error.norm(dim=(0, 1)) / wide.norm(dim=(0, 1))).median() <= 1.1 * of_rows.median()

@@ -136,17 +136,22 @@ def _attention_errors(
     q, k, v = self_attention_inputs(trace)
     low, expected = [x.to(dtype) for x in (q, k, v)], trace.inputs[f"{blocks.self_attention}.to_out.0"]
     if sparse_linear:
-        error = relative_l2(attention.run(*low).flatten(2), expected)
+        error = relative_l2(_of_channels(attention.run(*low)), expected)
         return {SPARSE_ATTENTION: error, CHOICE: choice_error(attn.processor, q, k, dtype)}
     if leaves_out:
         inputs = [_in_8_bits(*low)] if in_8_bits else low
-        return {LEFT_OUT: relative_l2(attention.run(*inputs).flatten(2), expected)}
+        return {LEFT_OUT: relative_l2(_of_channels(attention.run(*inputs)), expected)}
     quantized = _in_8_bits(q, k, v)
     rounded_q, rounded_k = quantized.dequantize_qk()
     exact = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)
     rounded_scores = reference.attention(rounded_q, rounded_k, v, None, None, None, 1.0)
     ours = kernels.attention_8bit(quantized)
     return {QK: relative_l2(rounded_scores, exact), PV: relative_l2(ours, rounded_scores)}
+
+
+def _of_channels(attended: torch.Tensor | kernels.Quantized) -> torch.Tensor:
+    """Return attention's result as [B, S, C]."""
+    return attended.dequantize() if isinstance(attended, kernels.Quantized) else attended.flatten(2)
 
 
 def _in_8_bits(*qkv: torch.Tensor) -> kernels.QuantizedQKV:

@@ -107,7 +107,7 @@ def title_of(run: dict) -> str:
 
 
 class Step(NamedTuple):
-    """One variant's denoising step. peak: bytes, or None. error: relative L2 to fp32, or None if it was not measured."""
+    """One variant's denoising step. peak: bytes, or None. error: relative L2 to fp32, or None if not measured."""
 
     milliseconds: float
     peak: int | None

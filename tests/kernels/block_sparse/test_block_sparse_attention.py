@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.attention_8bit.test_quantize_qkv import formats
 from tests.kernels.block_sparse.test_block_sparse_reference import inputs as structured
+from tests.kernels.eight_bit import assert_rounded_once
 from tests.kernels.turns import dtypes_in_turns
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import (
@@ -17,6 +18,7 @@ from turbo_rcm_patch.kernels import (
     quantize_qkv,
     sparse_linear_attention,
 )
+from turbo_rcm_patch.kernels.block_sparse import block_sparse_attention as op
 from turbo_rcm_patch.kernels.block_sparse import block_sparse_map
 from turbo_rcm_patch.kernels.block_sparse import block_sparse_reference as definition
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
@@ -108,6 +110,30 @@ def test_matches_the_reference(device, shape):
             assert relative_error(actual, exact) <= limit
 
 
+def test_the_result_is_divided_by_its_scale(device):
+    """In fp32 here: Triton's interpreter rounds to e4m3 wrongly."""
+    q, k, v = inputs(device, torch.float32, 2, 130, 2, 64)
+    qkv = in_8_bits(q, k, v)
+    plain, scaled = (
+        op._fused_8bit(op._portable, qkv, 0.5, 64, 64, torch.float32, scale)
+        for scale in (None, torch.tensor([0.5, 3.0], device=q.device))
+    )
+    torch.testing.assert_close(scaled[0] * 0.5, plain[0])
+    torch.testing.assert_close(scaled[1] * 3.0, plain[1])
+
+
+@pytest.mark.parametrize("outlier", [1, 100])
+def test_e4m3_results(device, outlier):
+    """They err as rows that a pass of its own rounds, also beside one large channel."""
+    q, k, v = inputs(device, torch.float32, 2, 400, 2, 64)
+    v[:, :, 0, 0] *= outlier
+    qkv = in_8_bits(q, k, v, None)
+    wide, result = (
+        block_sparse_attention_8bit(qkv, mass=0.5, block_q=64, block_k=64, result=dtype) for dtype in (None, FP8)
+    )
+    assert_rounded_once(result, wide)
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_samples_and_heads_do_not_mix(device, quantized):
     q, k, v = inputs(device, torch.float32, 2, 130, 2, 64)
@@ -174,6 +200,8 @@ def test_gradients_are_the_references(device):
 def test_no_tokens():
     empty = torch.zeros(2, 0, 3, 64)
     assert block_sparse_attention(empty, empty, empty, mass=0.5).shape == empty.shape
+    result = block_sparse_attention_8bit(in_8_bits(empty, empty, empty), mass=0.5, result=FP8)
+    assert (result.format, result.values.shape, result.scale.shape) == (FP8, (2, 0, 192), (2, 0))
 
 
 def test_other_sizes_take_the_reference(device):
@@ -210,7 +238,11 @@ def test_custom_op_contracts(device):
     arguments = (found.block_map, found.counts, found.kept_share, torch.randn(1, 1, 3, 64, device=q.device), 64, 64)
     torch.library.opcheck(ops.block_sparse_attention.default, (q, k, v, *arguments))
     qkv = in_8_bits(q, k, v)
-    torch.library.opcheck(ops.block_sparse_attention_8bit.default, (PORTABLE, *qkv[:6], *arguments, torch.float32))
+    torch.library.opcheck(
+        ops.block_sparse_attention_8bit.default, (PORTABLE, *qkv[:6], *arguments, torch.float32, None)
+    )
+    scaled = (torch.float32, torch.ones(1, device=q.device))
+    torch.library.opcheck(ops.block_sparse_attention_8bit.default, (PORTABLE, *qkv[:6], *arguments, *scaled))
 
 
 @pytest.mark.gpu
@@ -255,8 +287,9 @@ def test_errors_name_what_was_given():
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             block_sparse_attention(**valid | arguments)
-    with pytest.raises(ValueError, match="mass=2"):
-        block_sparse_attention_8bit(in_8_bits(q, q, q), mass=2)
+    for message, options in (("mass=2", {"mass": 2}), ("result=torch.int8", {"mass": 0.5, "result": torch.int8})):
+        with pytest.raises(ValueError, match=message):
+            block_sparse_attention_8bit(in_8_bits(q, q, q), **options)
 
 
 def test_the_8_bit_reference_is_taken_for_e4m3_in_the_interpreter():

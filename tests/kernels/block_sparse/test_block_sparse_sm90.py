@@ -10,10 +10,12 @@ import torch
 from scripts.tools import compile_without_gpu, every_launch
 from tests.kernels import gluon_on_cpu
 from tests.kernels.block_sparse.test_block_sparse_reference import inputs as structured
+from tests.kernels.eight_bit import assert_rounded_once
 from tests.oracle import relative_error
 from turbo_rcm_patch.kernels import block_sparse_attention_8bit, block_sparse_sizes, dispatch
 from turbo_rcm_patch.kernels.attention import attention_sm90
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit_sm90
+from turbo_rcm_patch.kernels.attention_8bit.attention_8bit_reference import output_scale
 from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import QuantizedQKV, quantize_qkv
 from turbo_rcm_patch.kernels.block_sparse import block_sparse_reference as definition
 from turbo_rcm_patch.kernels.block_sparse import block_sparse_sm90 as sm90
@@ -167,10 +169,16 @@ def test_hand_overs(name, seed, on_cpu):
     qkv = in_8_bits(*SHAPES[name], torch.float16)
     found = drawn_lists(qkv)
     out = torch.full(qkv.q.shape, torch.nan, dtype=torch.float16)
-    left_value = found.left @ definition.pool(qkv.dequantize_v(), BLOCK_K, BLOCK_K)
-    blocks = Blocks(found.block_map, BLOCK_Q, BLOCK_K, found.counts, found.kept_share, left_value)
-    on_cpu(sm90, "attention_forward", qkv, blocks, out, seed=seed)
+    out_scale = 1 / torch.arange(3.0, 3 + len(out)) if seed == 1 else None
+    on_cpu(sm90, "attention_forward", qkv, blocks_of(found, qkv), out, out_scale, seed=seed)
+    if out_scale is not None:
+        out = (out.float() * out_scale[:, None, None, None]).half()
     assert_as_good(out, qkv, found)
+
+
+def blocks_of(found: Lists, qkv: QuantizedQKV) -> Blocks:
+    left_value = found.left @ definition.pool(qkv.dequantize_v(), BLOCK_K, BLOCK_K)
+    return Blocks(found.block_map, BLOCK_Q, BLOCK_K, found.counts, found.kept_share, left_value)
 
 
 @pytest.mark.parametrize(("programs", "seed"), [(1, 0), (3, 1)])
@@ -212,9 +220,18 @@ def taken(monkeypatch):
 def test_matches_the_oracle_as_well_as_the_definition(name, dtype, mass, sm_90, taken):
     qkv = in_8_bits(*(SHAPES | LARGE)[name], dtype, "cuda")
     out = block_sparse_attention_8bit(qkv, mass=mass)  # with the fastest blocks
-    ((_, blocks, _),) = taken
+    ((_, blocks, *_),) = taken
     assert_as_good(out, qkv, checked_lists(blocks, qkv, mass))
     assert torch.equal(block_sparse_attention_8bit(qkv, mass=mass, block_q=BLOCK_Q, block_k=BLOCK_K), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES | LARGE)
+def test_e4m3_results(name, sm_90, taken):
+    qkv = in_8_bits(*(SHAPES | LARGE)[name], torch.float16, "cuda")
+    wide, result = (block_sparse_attention_8bit(qkv, mass=0.5, result=dtype) for dtype in (None, FP8))
+    assert len(taken) == 2
+    assert_rounded_once(result, wide)
 
 
 def checked_lists(blocks: Blocks, qkv: QuantizedQKV, mass: float) -> Lists:
@@ -238,12 +255,16 @@ def checked_lists(blocks: Blocks, qkv: QuantizedQKV, mass: float) -> Lists:
 def test_writes_nothing_behind_the_result(sm_90):
     qkv = in_8_bits(2, 200, 2, 128, torch.bfloat16, "cuda")
     found = Lists(*(x.cuda() for x in drawn_lists(qkv)))
-    left_value = found.left @ definition.pool(qkv.dequantize_v(), BLOCK_K, BLOCK_K)
-    blocks = Blocks(found.block_map, BLOCK_Q, BLOCK_K, found.counts, found.kept_share, left_value)
     memory = torch.full((2, *qkv.q.shape), 7.0, dtype=torch.bfloat16, device="cuda")
-    sm90.attention_forward(qkv, blocks, memory[0])
+    sm90.attention_forward(qkv, blocks_of(found, qkv), memory[0], None)
     assert (memory[1] == 7).all()
     assert_as_good(memory[0], qkv, found)
+    in_e4m3 = memory.to(FP8).fill_(7.0)
+    out_scale = output_scale(qkv.v_scale)
+    sm90.attention_forward(qkv, blocks_of(found, qkv), in_e4m3[0], out_scale)
+    assert (in_e4m3[1].float() == 7).all()
+    out = in_e4m3[0].float() * out_scale[:, None, None, None]
+    assert (out - memory[0].float()).abs().max() <= out.abs().max() / 15  # e4m3 rounds by 1/16 at most
 
 
 @pytest.mark.gpu

@@ -38,8 +38,8 @@ def calls(monkeypatch):
     def watch(name):
         def around(launch):
             def counted(*arguments):
-                *_, mass, block_q, block_k = arguments
-                seen.append((name, mass, (block_q, block_k)))
+                mass, *blocks = arguments[1:4] if name.endswith("8bit") else arguments[3:]
+                seen.append((name, mass, tuple(blocks)))
                 return launch(*arguments)
 
             return counted
@@ -185,10 +185,10 @@ def test_kernels_on_a_gpu():
     assert (step.kernel, step.reason) == ("portable Triton, block-sparse with mass 0.9", None)
     step = plan_on_a_gpu({"quantize": ("attention",), "mass": 0.85})
     assert (step.kernel, step.reason) == ("portable Triton int8, e4m3, block-sparse with mass 0.85", None)
-    assert step.run.args[1] == (0.85, 128, 64)
+    assert step.run.args[1] == (0.85, 128, 64, torch.bfloat16)
     step = plan_on_a_gpu({"quantize": ("attention",)}, capability=(9, 0))
     assert (step.kernel, step.reason) == ("sm_90 Gluon int8, e4m3, block-sparse with mass 0.9", None)
-    assert step.run.args[1] == (0.9, 192, 128)
+    assert step.run.args[1] == (0.9, 192, 128, torch.bfloat16)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0)])

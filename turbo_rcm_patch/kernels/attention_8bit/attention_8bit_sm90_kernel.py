@@ -65,7 +65,7 @@ def attention_8bit_kernel(
     residual: [B, S, H, D], or None for no skip. For items in parts, the kernel that joins them adds the skip.
     SKIP_KIND, OUT_KIND: how the coefficients vary (coefficient.py).
 
-    The next four are None to attend to all keys. They exclude out_scale and parts.
+    The next four are None to attend to all keys. They exclude parts.
 
     block_map: [B, H, ⌈S / (CONSUMERS · QUERIES)⌉, ⌈S / KEYS⌉], the ascending list of key tiles that a tile of queries
         attends to.
@@ -225,6 +225,8 @@ def _consume(
         acc = acc * channel_scale[None, :]
         if lists[0] is not None:
             left = gl.load(lists[3] + gl.cast(item, gl.int64) * HEAD_DIM + columns)
+            if out_scale is not None:
+                left *= 1.0 / gl.load(out_scale + sample)
             acc = acc * gl.load(lists[2] + item) + left[None, :]
         if partial_out is None or item < whole:
             value = acc

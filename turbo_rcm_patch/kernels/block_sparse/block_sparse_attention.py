@@ -16,13 +16,13 @@ from functools import partial
 
 import torch
 
-from ..attention_8bit.attention_8bit_reference import KEY_GROUP
+from ..attention_8bit.attention_8bit_reference import KEY_GROUP, output_scale, quantized_values
 from ..attention_8bit.quantize_qkv import QuantizedQKV
 from ..attention_8bit.spec import HEAD_DIMS, default_v_format
 from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, spec_of, why_not_ours, why_not_reference
 from ..dispatch import kernel_op, kernels_op
 from ..launch import recording
-from ..quantized import FP8, INT8
+from ..quantized import FP8, INT8, Quantized
 from ..sparse_linear import sparse_linear_8bit_portable as portable_8bit
 from ..sparse_linear import sparse_linear_portable as portable
 from ..sparse_linear.sparse_linear_attention import SparseSpec, why_not_fused
@@ -67,16 +67,20 @@ def block_sparse_attention_8bit(
     mass: float,
     block_q: int | None = None,
     block_k: int | None = None,
+    result: torch.dtype | None = None,
     implementation: str = "auto",
-) -> torch.Tensor:
+) -> torch.Tensor | Quantized:
     """Return block-sparse attention of 8-bit q, k and v from quantize_qkv: [B, S, H, D] in their original dtype.
 
     mass: the estimated share of the attention that the kept blocks hold, above 0 and at most 1.
     block_q, block_k: tokens of a block of queries and of keys. Give both or neither. Without them the sizes are the
         fastest for this device (`block_sparse_sizes`). On sm_90 the kernels also take blocks of 192 queries and 128
         keys.
+    result: float8_e4m3fn to return a Quantized [B, S, H·D] instead, with a scale per sample as `attention_8bit` has.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     """
+    if result not in (None, FP8):
+        raise ValueError(f"block_sparse_attention_8bit: result={result}; accepted are float8_e4m3fn and None.")
     if block_q is None and block_k is None:
         block_q, block_k = _fastest_8bit_sizes(qkv.q.device, qkv.dtype, qkv.v.dtype)
     _check_options(mass, block_q, block_k)
@@ -85,7 +89,7 @@ def block_sparse_attention_8bit(
         *qkv[:6],
         kind=SparseSpec,
         eight_bits=(INT8, FP8) if qkv.v.dtype == FP8 else (INT8,),
-        result=qkv.dtype,
+        result=result or qkv.dtype,
         head_dim=qkv.q.shape[3],
         block_q=block_q,
         block_k=block_k,
@@ -93,8 +97,9 @@ def block_sparse_attention_8bit(
     )
     pick = BLOCK_SPARSE_ATTENTION_8BIT.pick(spec)
     if qkv.q.numel() == 0:
-        return qkv.q.new_empty(qkv.q.shape, dtype=qkv.dtype)
-    return pick.launch(qkv, mass, block_q, block_k)
+        out = qkv.q.new_empty(qkv.q.shape, dtype=result or qkv.dtype)
+        return out if result is None else quantized_values(out, qkv.v_scale.new_ones(len(out)))
+    return pick.launch(qkv, mass, block_q, block_k, result or qkv.dtype)
 
 
 def block_sparse_sizes(device: torch.device, dtype: torch.dtype, *, quantized: bool) -> tuple[int, int]:
@@ -148,7 +153,17 @@ def _fused(q, k, v, mass, block_q, block_k):
     return _block_sparse_attention(q, k, v, *lists, block_q, block_k)
 
 
-def _fused_8bit(attend, qkv, mass, block_q, block_k):
+def _with_result(attend, qkv, mass, block_q, block_k, result):
+    """Attend in 8 bits. Return [B, S, H, D] in a dtype, or for e4m3 a Quantized [B, S, H·D].
+
+    The scale of dense attention bounds this result too: the means of v have the shares that the softmax loses.
+    """
+    out_scale = output_scale(qkv.v_scale) if result == FP8 else None
+    out = attend(qkv, mass, block_q, block_k, result, out_scale)
+    return out if out_scale is None else quantized_values(out, out_scale)
+
+
+def _fused_8bit(attend, qkv, mass, block_q, block_k, result, out_scale):
     """Run the kernels in 8 bits. attend: launches the last kernel."""
     q, q_scale, k, k_scale, v, v_scale, dtype = qkv
     tokens = q.shape[1]
@@ -160,7 +175,7 @@ def _fused_8bit(attend, qkv, mass, block_q, block_k):
     values = v.permute(0, 3, 1, 2) if v.dtype == FP8 else v
     left_value = found.left @ (pool_parts(values, None, tokens, block_k, block_k, 1) * v_scale[:, :, None])
     lists = (found.block_map, found.counts, found.kept_share, left_value)
-    return attend(*qkv[:6], *lists, block_q, block_k, dtype)
+    return attend(*qkv[:6], *lists, block_q, block_k, result, out_scale)
 
 
 def _by_reference(q, k, v, mass, block_q, block_k):
@@ -169,10 +184,10 @@ def _by_reference(q, k, v, mass, block_q, block_k):
     return reference.block_sparse_attention(q, k, v, mass, block_q, block_k)
 
 
-def _by_reference_8bit(qkv, mass, block_q, block_k):
+def _by_reference_8bit(qkv, mass, block_q, block_k, result, out_scale):
     if recording():
-        return qkv.q.new_empty(qkv.q.shape, dtype=qkv.dtype)
-    return reference.block_sparse_attention_8bit(*qkv, mass, block_q, block_k)
+        return qkv.q.new_empty(qkv.q.shape, dtype=result)
+    return reference.block_sparse_attention_8bit(*qkv, mass, block_q, block_k, out_scale)
 
 
 @kernel_op("block_sparse_attention")
@@ -213,20 +228,35 @@ def _block_sparse_attention_8bit(
     block_q: int,
     block_k: int,
     dtype: torch.dtype,
+    out_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     return q8.new_empty(q8.shape, dtype=dtype)
 
 
 def _launch_8bit(
-    gluon, q8, q_scale, k8, k_scale, v8, v_scale, block_map, counts, kept_share, left_value, block_q, block_k, dtype
+    gluon,
+    q8,
+    q_scale,
+    k8,
+    k_scale,
+    v8,
+    v_scale,
+    block_map,
+    counts,
+    kept_share,
+    left_value,
+    block_q,
+    block_k,
+    dtype,
+    out_scale,
 ):
     out = q8.new_empty(q8.shape, dtype=dtype)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, dtype)
     blocks = portable.Blocks(block_map, block_q, block_k, counts, kept_share, left_value)
     if gluon:
-        sm90.attention_forward(qkv, blocks, out)
+        sm90.attention_forward(qkv, blocks, out, out_scale)
     else:
-        portable_8bit.sparse_attention_forward(qkv, None, blocks, None, out)
+        portable_8bit.sparse_attention_forward(qkv, None, blocks, None, out, out_scale)
     return out
 
 
@@ -253,8 +283,8 @@ _portable = _block_sparse_attention_8bit.launch(PORTABLE, partial(_launch_8bit, 
 BLOCK_SPARSE_ATTENTION_8BIT = Op(
     "block_sparse_attention",
     (
-        Kernel(GLUON, _why_not_gluon, partial(_fused_8bit, _gluon)),
-        Kernel(PORTABLE, _why_not_portable_8bit, partial(_fused_8bit, _portable)),
-        Kernel(REFERENCE, why_not_reference, _by_reference_8bit, is_fused=False),
+        Kernel(GLUON, _why_not_gluon, partial(_with_result, partial(_fused_8bit, _gluon))),
+        Kernel(PORTABLE, _why_not_portable_8bit, partial(_with_result, partial(_fused_8bit, _portable))),
+        Kernel(REFERENCE, why_not_reference, partial(_with_result, _by_reference_8bit), is_fused=False),
     ),
 )

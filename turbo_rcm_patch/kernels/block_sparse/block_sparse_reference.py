@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from ..attention.sdpa import PYTORCHS
 from ..attention_8bit.attention_8bit_reference import attend as attend_8bit
 from ..attention_8bit.attention_8bit_reference import per_token, untranspose
-from ..quantized import FP8
+from ..quantized import FP8, round_to
 
 LN_2 = math.log(2)
 SCORES = 1 << 24  # computed at a time
@@ -154,8 +154,12 @@ def block_sparse_attention_8bit(
     mass: float,
     block_q: int,
     block_k: int,
+    out_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``out`` for a QuantizedQKV's tensors, in dtype. The estimate's means are rounded to dtype."""
+    """Return ``out`` for a QuantizedQKV's tensors, in dtype. The estimate's means are rounded to dtype.
+
+    With out_scale [B] the result is divided by it and rounded to e4m3.
+    """
     tokens = q.shape[1]
     queries = q.float() * q_scale[..., None]  # for scores in base 2
     keys = k.float() * per_token(k_scale, tokens)[..., None]
@@ -166,7 +170,8 @@ def block_sparse_attention_8bit(
     def attend(queries, keys, values, is_kept):
         return attend_8bit(queries, keys, values / v_scale[:, :, None], v.dtype, is_kept) * v_scale[:, :, None]
 
-    return _attend(queries, keys, values, found, block_q, block_k, attend).to(dtype)
+    out = _attend(queries, keys, values, found, block_q, block_k, attend)
+    return out.to(dtype) if out_scale is None else round_to(out / out_scale[:, None, None, None], FP8)
 
 
 def _attend(q, k, v, found: Lists, block_q, block_k, attend) -> torch.Tensor:

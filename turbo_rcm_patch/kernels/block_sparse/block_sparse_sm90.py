@@ -35,8 +35,9 @@ def why_not(
     return reason
 
 
-def attention_forward(qkv: QuantizedQKV, blocks: Blocks, out: torch.Tensor) -> None:
+def attention_forward(qkv: QuantizedQKV, blocks: Blocks, out: torch.Tensor, out_scale: torch.Tensor | None) -> None:
     """Write softmax attention of qkv to the kept blocks, plus the estimate for the others, to out, packed [B, S, H, D].
+    The sum is divided by out_scale [B] if given.
 
     `why_not` must accept qkv and blocks. blocks must have counts, kept_share and left_value.
     """
@@ -52,7 +53,7 @@ def attention_forward(qkv: QuantizedQKV, blocks: Blocks, out: torch.Tensor) -> N
         values_descriptor(qkv.v),
         qkv.v_scale,
         descriptor(out, QUERIES.value),
-        None,
+        out_scale,
         None,
         None,
         tokens,

@@ -34,10 +34,15 @@ from .sparse_linear_portable import (
 
 
 def sparse_attention_forward(
-    qkv: QuantizedQKV, q: torch.Tensor | None, blocks: Blocks, branch: LinearBranch | None, out: torch.Tensor
+    qkv: QuantizedQKV,
+    q: torch.Tensor | None,
+    blocks: Blocks,
+    branch: LinearBranch | None,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None = None,
 ) -> None:
     """Write softmax attention of qkv to the kept blocks, plus the branch or the left-out blocks' term, to out, packed
-    [B, S, H, D].
+    [B, S, H, D]. The sum is divided by out_scale [B] if given.
 
     q: the linear branch's q, [B, S, H, D] with any strides; unused without a branch.
     """
@@ -58,6 +63,7 @@ def sparse_attention_forward(
         *block_operands(blocks),
         *branch_operands(branch, capability),
         out,
+        out_scale,
         tokens,
         heads,
         blocks.block_map.shape[3],
@@ -75,12 +81,12 @@ def sparse_attention_forward(
 @triton.jit(do_not_specialize=["tokens", "heads", "width"])
 def _sparse_attention_8bit_kernel(
     q, q_scale, k, k_scale, v, v_scale, wide_q, block_map, counts, kept_share, left_value, key_weight, state, bias, out,
-    tokens, heads, width,
+    out_scale, tokens, heads, width,
     wide_q_stride_b, wide_q_stride_s, wide_q_stride_h, V_FP8: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_M queries of one head, all of one block of queries. counts, kept_share and left_value
-    may be None, and so may wide_q, key_weight, state and bias."""
+    may be None, and so may wide_q, key_weight, state, bias and out_scale."""
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -125,4 +131,6 @@ def _sparse_attention_8bit_kernel(
         output = add_linear_branch(
             output, wide_q, wide_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM
         )
+    if out_scale is not None:
+        output *= 1.0 / tl.load(out_scale + sample)
     store_tile(out, output, sample, head, heads, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import nn
 
 from ... import kernels
 from ...config import BlockSparse, PatchConfig
+from ...kernels import FP8
 from ...kernels.choice.registry import why_not_ours
 from .context_parallel import ulysses_attention
 from .in_8_bits import formats_label
@@ -70,14 +72,16 @@ def _tokens(attn: nn.Module, stream: Stream) -> int:
     return stream.tokens_per_sample * ranks
 
 
-def _op_and_fields(attn: nn.Module, call: Call, quantized: bool) -> tuple[kernels.Op, dict[str, object]]:
-    """The op, and the fields of its SparseSpec."""
+def _op_and_fields(
+    attn: nn.Module, call: Call, quantized: bool, result: torch.dtype | None = None
+) -> tuple[kernels.Op, dict[str, object]]:
+    """The op, and the fields of its SparseSpec. result: the result's dtype if quantized, or None for the call's."""
     block_q, block_k = block_sizes(call, quantized=quantized)
     fields = {"head_dim": attn.inner_dim // attn.heads, "block_q": block_q, "block_k": block_k}
     if not quantized:
         return kernels.BLOCK_SPARSE_ATTENTION, fields
     v_format = kernels.default_v_format(call.device, call.config.implementation)
-    return kernels.BLOCK_SPARSE_ATTENTION_8BIT, fields | {"v_format": v_format, "result": call.dtype}
+    return kernels.BLOCK_SPARSE_ATTENTION_8BIT, fields | {"v_format": v_format, "result": result or call.dtype}
 
 
 def block_sizes(call: Call, *, quantized: bool) -> tuple[int, int]:
@@ -85,19 +89,24 @@ def block_sizes(call: Call, *, quantized: bool) -> tuple[int, int]:
     return call.config.blocks or kernels.block_sparse_sizes(call.device, call.dtype, quantized=quantized)
 
 
-def attention(attn: nn.Module, call: Call, *, quantized: bool) -> Step:
+def attention(attn: nn.Module, call: Call, *, quantized: bool, result: torch.dtype | None = None) -> Step:
     """Return block-sparse attention: (q, k, v [B, S, H, D]), or one QuantizedQKV if quantized, -> [B, S, H, D].
 
     On several GPUs q, k and v are this GPU's tokens, but a QuantizedQKV has the tokens of all.
+    result: the format that the next step takes. For e4m3 and if quantized, the step gives a Quantized [B, S, C].
     """
-    op, fields = _op_and_fields(attn, call, quantized)
+    gives = FP8 if quantized and result == FP8 else None
+    op, fields = _op_and_fields(attn, call, quantized, gives)
     pick = call.pick(op, kernels.SparseSpec, **fields)
-    run = partial(_attend, pick.launch, (call.config.mass, fields["block_q"], fields["block_k"]))
+    options = call.config.mass, fields["block_q"], fields["block_k"]
+    if quantized:
+        options += (fields["result"],)
+    run = partial(_attend, pick.launch, options)
     kernel = formats_label(pick, fields["v_format"]) if quantized else pick.label
     kernel = f"{kernel}, block-sparse with mass {call.config.mass:g}"
     if attn.processor._parallel_config is not None and not quantized:
         run, kernel = partial(ulysses_attention, attn.processor._parallel_config, run), f"{kernel} between all-to-alls"
-    return Step(run, kernel, pick.reason)
+    return Step(run, kernel, pick.reason, gives=gives)
 
 
 def _attend(launch, options, *qkv):

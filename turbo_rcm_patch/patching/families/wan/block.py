@@ -216,7 +216,7 @@ def quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype | 
     """Return a self-attention in 8 bits. If block-sparse attention is dense here, it has the reason."""
     reason = block_sparse.why_dense(attn, stream, call, quantized=True)
     if reason is None:
-        return block_sparse.attention(attn, call, quantized=True)
+        return block_sparse.attention(attn, call, quantized=True, result=result)
     attended = in_8_bits.attention(attn, call, result)
     return attended._replace(reason=reason) if isinstance(call.config, BlockSparse) else attended
 
