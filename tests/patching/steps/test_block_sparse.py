@@ -19,7 +19,8 @@ from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families import family_of
-from turbo_rcm_patch.patching.families.wan.block import WanCall, decide, wan_block
+from turbo_rcm_patch.patching.families.wan.block import WanCall, decide
+from turbo_rcm_patch.patching.families.wan.forward import wan_block
 from turbo_rcm_patch.patching.steps.plan import Call, Stream, active_backend, state_of
 from turbo_rcm_patch.tiers import QUANTIZED
 

@@ -13,7 +13,7 @@ from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.kernels.choice.registry import Op
 from turbo_rcm_patch.patching import changes
 from turbo_rcm_patch.patching.families import ltx2
-from turbo_rcm_patch.patching.families.wan import forward
+from turbo_rcm_patch.patching.families.wan import block as wan_block
 from turbo_rcm_patch.patching.families.wan.sub_layers import BlockPlan
 
 
@@ -27,7 +27,7 @@ def events(monkeypatch):
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: events.append(event) or original(*args, **kwargs))
 
     traced(changes.Snapshot, "holds", "look")
-    for of_family, plan in ((forward, BlockPlan), (ltx2.forward, ltx2.sub_layers.BlockPlan)):
+    for of_family, plan in ((wan_block, BlockPlan), (ltx2.forward, ltx2.sub_layers.BlockPlan)):
         traced(of_family, "decide", "decide")
         traced(plan, "run", "run")
     return events

@@ -14,7 +14,8 @@ from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.patching.families.wan.block import WanCall, decide, wan_block
+from turbo_rcm_patch.patching.families.wan.block import WanCall, decide
+from turbo_rcm_patch.patching.families.wan.forward import wan_block
 from turbo_rcm_patch.patching.families.wan.sub_layers import QuantizedSelfAttention
 from turbo_rcm_patch.patching.steps import attention as layers
 from turbo_rcm_patch.patching.steps.plan import Call, Stream, active_backend, state_of

@@ -33,13 +33,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...kernels import MAX_RUNS
-from ...plain import is_autocast
 from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
 from .family import Family
 from .wan.block import WanBlock
-from .wan.forward import run_block
 from .wan.modulation import TokenRuns, modulation
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
@@ -47,27 +45,6 @@ from .wan.parts import embedder_forward as common_embedder_forward
 from .wan.sub_layers import Inputs
 
 Rotary = dict[str, torch.Tensor]  # "query" and "key": complex [1, 1, S, D/2]
-
-
-def block_forward(
-    self: AnyFlowTransformerBlock,
-    hidden_states: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
-    temb: torch.Tensor,
-    rotary_emb: Rotary,
-    attention_mask: torch.Tensor | None,
-    kv_cache: object = None,
-    kv_cache_flag: object = None,
-) -> torch.Tensor:
-    """AnyFlowTransformerBlock.forward on fused ops; bound on instances. AnyFlow-FAR's copy of the class is the same.
-
-    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, S, 6, C]; returns [B, S, C]. With a mask or a
-    cache the self-attention is called as a whole.
-    """
-    inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask, kv_cache, kv_cache_flag)
-    if is_autocast(hidden_states.device):
-        return type(self).forward(self, *inputs)
-    return run_block(self, block_inputs(self, *inputs))
 
 
 def block_inputs(
@@ -80,7 +57,11 @@ def block_inputs(
     kv_cache: object = None,
     kv_cache_flag: object = None,
 ) -> Inputs:
-    """Return what the plan runs on, for the arguments of `block_forward`."""
+    """Return what the plan runs on, for the arguments of AnyFlowTransformerBlock.forward, as AnyFlow-FAR has it too.
+
+    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, S, 6, C]. With a mask or a cache the
+    self-attention is called as a whole.
+    """
     rows = modulation(block.scale_shift_table, temb, hidden_states, state_of(block).shared)
     beside = None
     if kv_cache is not None:
@@ -195,6 +176,7 @@ _block = partial(
     is_shared=is_shared,
     call_self=call_self_attention,
     call_cross=call_cross_attention,
+    inputs=block_inputs,
     norm_class=RMSNorm,
 )
 BLOCK = _block(AnyFlowAttention, AnyFlowAttnProcessor, AnyFlowCrossAttnProcessor)
@@ -203,7 +185,7 @@ CAUSAL_BLOCK = _block(FARAttention, FARAttnProcessor, FARCrossAttnProcessor)
 ANYFLOW = Family(
     AnyFlowTransformer3DModel,
     "AnyFlow",
-    (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),),
+    (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, can_be_sparse=True),),
     FIRST_LAYER,
     WAN_NAMES,
     more=partial(embedder, forward=embedder_forward),
@@ -212,7 +194,7 @@ ANYFLOW = Family(
 ANYFLOW_FAR = Family(
     AnyFlowFARTransformer3DModel,
     "AnyFlow-FAR",
-    (wan_blocks("blocks", FARTransformerBlock, CAUSAL_BLOCK, block_forward, block_inputs),),
+    (wan_blocks("blocks", FARTransformerBlock, CAUSAL_BLOCK),),
     FIRST_LAYER,
     WAN_NAMES,
     more=partial(embedder, forward=causal_embedder_forward),

@@ -9,19 +9,14 @@ from diffusers.models.transformers.transformer_chronoedit import (
 )
 
 from .family import Family
-from .wan.block import wan_block
-from .wan.forward import block_forward, block_inputs
+from .wan.forward import wan_block
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 
 CHRONOEDIT = Family(
     ChronoEditTransformer3DModel,
     "ChronoEdit",
-    (
-        wan_blocks(
-            "blocks", WanTransformerBlock, wan_block(WanAttention), block_forward, block_inputs, can_be_sparse=True
-        ),
-    ),
+    (wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), can_be_sparse=True),),
     FIRST_LAYER,
     WAN_NAMES,
     more=embedder,

@@ -15,9 +15,9 @@ A family is a file in this folder, or a folder if its blocks are its own, regist
 6. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
    ``Shared.begin_forward``, which looks for changes to blocks. Other forwards there are the family's choice.
 
-Models whose blocks copy Wan's take 3 and 4 from ``wan/``. `wan_block` or a `WanBlock` says how the attentions are
-called and where the RoPE angles are. `wan_blocks` says the rest. chronoedit.py is the shortest example. anyflow.py has
-other processors, RoPE tables and timesteps.
+Models whose blocks copy Wan's take 3 and 4 from ``wan/``. `wan_block` or a `WanBlock` says what a plan runs on, how
+the attentions are called and where the RoPE angles are. `wan_blocks` says the rest. chronoedit.py is the shortest
+example. anyflow.py has other processors, RoPE tables and timesteps.
 
 LTX-2 has blocks of its own, in ltx2/: a video and an audio `Stream`, six attentions and two feed-forwards, whose
 ``rows()`` name the stream, and a forward that returns a pair.

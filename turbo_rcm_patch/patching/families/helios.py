@@ -22,13 +22,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...kernels import MAX_RUNS
-from ...plain import is_autocast
 from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
 from .family import Family
 from .wan.block import WanBlock
-from .wan.forward import run_block
 from .wan.modulation import Row, TokenRuns, modulation
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
@@ -55,25 +53,6 @@ class HeliosBlock(WanBlock):
         return False
 
 
-def block_forward(
-    self: HeliosTransformerBlock,
-    hidden_states: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
-    temb: torch.Tensor,
-    rotary_emb: torch.Tensor,
-    original_context_length: int | None = None,
-) -> torch.Tensor:
-    """HeliosTransformerBlock.forward on fused ops; bound on instances.
-
-    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, S, 6, C], rotary_emb cos
-    beside sin [B|1, S, 2·D], original_context_length: the new tokens, which come last; returns [B, S, C].
-    """
-    inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, original_context_length)
-    if is_autocast(hidden_states.device):
-        return type(self).forward(self, *inputs)
-    return run_block(self, block_inputs(self, *inputs))
-
-
 def block_inputs(
     block: HeliosTransformerBlock,
     hidden_states: torch.Tensor,
@@ -82,7 +61,11 @@ def block_inputs(
     rotary_emb: torch.Tensor,
     original_context_length: int | None = None,
 ) -> Inputs:
-    """Return what the plan runs on, for the arguments of `block_forward`."""
+    """Return what the plan runs on, for the arguments of HeliosTransformerBlock.forward.
+
+    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, S, 6, C], rotary_emb cos
+    beside sin [B|1, S, 2·D], original_context_length: the new tokens, which come last.
+    """
     tokens = hidden_states.shape[1]
     history = 0 if original_context_length is None else tokens - original_context_length
     rows = _rows(block, hidden_states, temb, history)
@@ -168,11 +151,12 @@ BLOCK = HeliosBlock(
     is_shared,
     call_self_attention,
     call_cross_attention,
+    block_inputs,
 )
 HELIOS = Family(
     HeliosTransformer3DModel,
     "Helios",
-    (wan_blocks("blocks", HeliosTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),),
+    (wan_blocks("blocks", HeliosTransformerBlock, BLOCK, can_be_sparse=True),),
     FIRST_LAYER,
     WAN_NAMES,
     more=partial(embedder, forward=embedder_forward),

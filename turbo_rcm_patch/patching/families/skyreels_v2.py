@@ -11,36 +11,14 @@ from diffusers.models.transformers.transformer_skyreels_v2 import (
     SkyReelsV2TransformerBlock,
 )
 
-from ...plain import is_autocast
 from ..steps.plan import state_of
 from .family import Family
 from .wan import sizes as wan_sizes
-from .wan.block import wan_block
-from .wan.forward import run_block
+from .wan.forward import wan_block
 from .wan.modulation import modulation
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 from .wan.sub_layers import Inputs, Rotary
-
-
-def block_forward(
-    self: SkyReelsV2TransformerBlock,
-    hidden_states: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
-    temb: torch.Tensor,
-    rotary_emb: Rotary,
-    attention_mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """SkyReelsV2TransformerBlock.forward on fused ops; bound on instances.
-
-    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, 6, S, C], rotary_emb cos
-    and sin [1, S, 1, D], attention_mask [1, 1, S, S] or None; returns [B, S, C]. With a mask, which
-    num_frame_per_block > 1 makes, the self-attention is called as a whole.
-    """
-    if is_autocast(hidden_states.device):
-        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
-        return type(self).forward(self, *inputs)
-    return run_block(self, block_inputs(self, hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask))
 
 
 def block_inputs(
@@ -51,7 +29,12 @@ def block_inputs(
     rotary_emb: Rotary,
     attention_mask: torch.Tensor | None,
 ) -> Inputs:
-    """Return what the plan runs on, for the arguments of `block_forward`."""
+    """Return what the plan runs on, for the arguments of SkyReelsV2TransformerBlock.forward.
+
+    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, 6, S, C], rotary_emb cos
+    and sin [1, S, 1, D], attention_mask [1, 1, S, S] or None. With a mask, which num_frame_per_block > 1 makes, the
+    self-attention is called as a whole.
+    """
     temb = temb.transpose(1, 2) if temb.dim() == 4 else temb
     rows = modulation(block.scale_shift_table, temb, hidden_states, state_of(block).shared)
     return Inputs(hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask)
@@ -70,14 +53,7 @@ def bytes_with_timesteps(config: Mapping[str, object], wide: int, block: int) ->
 
 
 SIZES = wan_sizes.SIZES._replace(bytes_with_timesteps=bytes_with_timesteps)
-BLOCKS = wan_blocks(
-    "blocks",
-    SkyReelsV2TransformerBlock,
-    wan_block(SkyReelsV2Attention),
-    block_forward,
-    block_inputs,
-    sizes=SIZES,
-)
+BLOCKS = wan_blocks("blocks", SkyReelsV2TransformerBlock, wan_block(SkyReelsV2Attention, block_inputs), sizes=SIZES)
 SKYREELS_V2 = Family(
     SkyReelsV2Transformer3DModel,
     "SkyReels-V2 T2V, I2V and diffusion forcing",

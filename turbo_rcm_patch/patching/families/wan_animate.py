@@ -9,15 +9,14 @@ from diffusers.models.transformers.transformer_wan_animate import (
 )
 
 from .family import Family
-from .wan.block import wan_block
-from .wan.forward import block_forward, block_inputs
+from .wan.forward import wan_block
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 
 WAN_ANIMATE = Family(
     WanAnimateTransformer3DModel,
     "Wan 2.2 Animate",
-    (wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), block_forward, block_inputs),),
+    (wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention)),),
     FIRST_LAYER,
     WAN_NAMES,
     more=embedder,

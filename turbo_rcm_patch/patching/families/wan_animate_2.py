@@ -29,14 +29,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...checkpoints.names import Names
-from ...plain import is_autocast
 from ..steps.layers import Tables
 from ..steps.plan import state_of
 from ..steps.sparse_linear import rotate
 from ..weights.convert import ROWS_KNOWN
 from .family import Blocks, Family, Measured, RandomWeights
 from .wan import block as wan
-from .wan.forward import run_block
+from .wan.forward import block_forward
 from .wan.measured import sub_layer_terms
 from .wan.modulation import modulation
 from .wan.parts import FIRST_LAYER, embedder
@@ -150,6 +149,16 @@ class AnimatePlan(BlockPlan):
 class AnimateBlock(wan.WanBlock):
     """The differences between Wan-Animate-2's block and Wan's."""
 
+    def plan_for(self, block: nn.Module, wan_call: wan.WanCall) -> BlockPlan:
+        """Return the plan of a block for one kind of call."""
+        if wan_call.call.derivative is not None:  # autograd would keep the buffer, whose end each frame writes
+            wan_call = wan_call._replace(why_whole=wan_call.why_whole or "autograd")
+        plan = super().plan_for(block, wan_call)
+        attention = plan.self_attention
+        if not isinstance(attention, Whole):
+            attention = ReferenceAttention(**vars(attention))
+        return AnimatePlan(**{**vars(plan), "self_attention": attention})
+
     def parts_of(self, block: nn.Module) -> wan.Parts:
         """Return a block's parts under the names that they have in Wan's."""
         return wan.Parts(block.norm1, block.self_attn, block.norm3, block.cross_attn, block.norm2, block.ffn)
@@ -161,35 +170,6 @@ class AnimateBlock(wan.WanBlock):
     def image_tokens(self, context_tokens: int, beside: Beside) -> int:
         """Return the tokens of an image that come first in a context."""
         return beside.image_tokens or 0
-
-
-def block_forward(
-    self: WanAnimate2TransformerBlock,
-    hidden_states: torch.Tensor,
-    temb: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
-    kv_cache: WanAnimate2KVLayerCache,
-    kv_cache_mode: str,
-    rotary_emb: torch.Tensor,
-    grid_sizes: torch.Tensor,
-    encoder_hidden_states_image: torch.Tensor | None = None,
-    reference_rotary_emb: torch.Tensor | None = None,
-    reference_grid_sizes: torch.Tensor | None = None,
-    attention_mask: BlockMask | None = None,
-    origin_latent_frames: int | None = None,
-    origin_latent_hw: int | None = None,
-) -> torch.Tensor:
-    """WanAnimate2TransformerBlock.forward on fused ops; bound on instances.
-
-    hidden_states [B, S, C], temb [B, 6, C], encoder_hidden_states [B|1, L, C] and of an image [B|1, L', C], rotary_emb
-    and reference_rotary_emb complex [P, D/2], grid_sizes and reference_grid_sizes [B, 3] on the CPU; returns [B, S, C].
-    """
-    video = (hidden_states, temb, encoder_hidden_states, kv_cache, kv_cache_mode, rotary_emb, grid_sizes)
-    reference = (reference_rotary_emb, reference_grid_sizes, attention_mask, origin_latent_frames, origin_latent_hw)
-    inputs = (*video, encoder_hidden_states_image, *reference)
-    if is_autocast(hidden_states.device):
-        return type(self).forward(self, *inputs)
-    return run_block(self, block_inputs(self, *inputs), decide)
 
 
 def block_inputs(
@@ -208,7 +188,11 @@ def block_inputs(
     origin_latent_frames: int | None = None,
     origin_latent_hw: int | None = None,
 ) -> Inputs:
-    """Return what the plan runs on, for the arguments of `block_forward`."""
+    """Return what the plan runs on, for the arguments of WanAnimate2TransformerBlock.forward.
+
+    hidden_states [B, S, C], temb [B, 6, C], encoder_hidden_states [B|1, L, C] and of an image [B|1, L', C], rotary_emb
+    and reference_rotary_emb complex [P, D/2], grid_sizes and reference_grid_sizes [B, 3] on the CPU.
+    """
     text, image = encoder_hidden_states, encoder_hidden_states_image
     stride = block.refer_stride if kv_cache_mode == EXTRACT else 1
     rope, reference = Rope(rotary_emb, _grid(grid_sizes), stride), None
@@ -265,17 +249,6 @@ def _is_the_models_own(mask: object, given: dict[str, object]) -> bool:
     values = {name: cell.cell_contents for name, cell in zip(code.co_freevars, function.__closure__, strict=True)}
     limits = {"hw": slot, "q_limit": (frames + 1) * slot, "k_limit": frames * slot}
     return limits.items() <= values.items()
-
-
-def decide(kind: AnimateBlock, block: nn.Module, wan_call: wan.WanCall) -> BlockPlan:
-    """Return the plan of a block for one kind of call."""
-    if wan_call.call.derivative is not None:  # autograd would keep the buffer, whose end each frame writes
-        wan_call = wan_call._replace(why_whole=wan_call.why_whole or "autograd")
-    plan = wan.decide(kind, block, wan_call)
-    attention = plan.self_attention
-    if not isinstance(attention, Whole):
-        attention = ReferenceAttention(**vars(attention))
-    return AnimatePlan(**{**vars(plan), "self_attention": attention})
 
 
 def angles(rope: Rope) -> Tables:
@@ -336,6 +309,7 @@ BLOCK = AnimateBlock(
     is_shared,
     call_self_attention,
     call_cross_attention,
+    block_inputs,
     ffn_class=nn.Sequential,
     why_dense="keys of a driving video",
 )
@@ -346,7 +320,7 @@ BLOCKS = Blocks(
     forward=block_forward,
     kind=BLOCK,
     parts={"self_attn": WanAnimate2Attention, "cross_attn": WanAnimate2Attention, "ffn": nn.Module},
-    decide=decide,
+    decide=AnimateBlock.plan_for,
     usual_call=wan.usual_call,
     linears={
         "self_attention": tuple(f"self_attn.{name}" for name in PROJECTIONS),

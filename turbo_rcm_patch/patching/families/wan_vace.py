@@ -10,8 +10,7 @@ from diffusers.models.transformers.transformer_wan_vace import WanVACETransforme
 from ...plain import is_autocast
 from ..steps.plan import state_of
 from .family import Family, Pipeline
-from .wan.block import wan_block
-from .wan.forward import block_forward, block_inputs, run_block
+from .wan.forward import run_block, wan_block
 from .wan.modulation import modulation
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
@@ -56,18 +55,16 @@ def control_inputs(
     return Inputs(control_hidden_states, encoder_hidden_states, rows, rotary_emb)
 
 
-BLOCK = wan_block(WanAttention)
 WAN_VACE = Family(
     WanVACETransformer3DModel,
     "Wan 2.1 VACE",
     (
-        wan_blocks("blocks", WanTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),
+        wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), can_be_sparse=True),
         wan_blocks(
             "vace_blocks",
             WanVACETransformerBlock,
-            BLOCK,
-            control_block_forward,
-            control_inputs,
+            wan_block(WanAttention, control_inputs),
+            forward=control_block_forward,
             can_be_sparse=True,
         ),
     ),

@@ -30,7 +30,6 @@ from ...steps.plan import Shared
 from ..family import GRAPH, Binding, Family, Pipeline, Targets, graph_of
 from ..graphs import TransformerGraphs
 from .cases import CASES
-from .forward import block_forward, block_inputs
 from .from_files import from_files
 from .graph import GRAPHED, WAN_BLOCK, transformer_forward
 from .inputs import pipeline_inputs
@@ -54,7 +53,7 @@ def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: di
 WAN = Family(
     WanTransformer3DModel,
     "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
-    (wan_blocks("blocks", WanTransformerBlock, WAN_BLOCK, block_forward, block_inputs, can_be_sparse=True),),
+    (wan_blocks("blocks", WanTransformerBlock, WAN_BLOCK, can_be_sparse=True),),
     FIRST_LAYER,
     WAN_NAMES,
     more=_more,

@@ -39,6 +39,7 @@ from .sub_layers import (
     BlockPlan,
     CrossAttention,
     FeedForwardWithSkip,
+    Inputs,
     QuantizedSelfAttention,
     Rotary,
     SelfAttention,
@@ -84,6 +85,7 @@ class WanBlock:
         call_self: (attn, x, rotary, beside) -> the self-attention's output, called as the block's own forward does.
             beside: what else it is called with, such as a mask.
         call_cross: (attn, x, context, beside) -> the cross-attention's output, called as the block's own forward does.
+        inputs: (block, the arguments of its forward) -> what its plan runs on.
         norm_class: the class of the norms of queries and keys, an RMSNorm with a weight.
         ffn_class: the class of the feed-forward: diffusers' own, or a sequence of linear, GELU and linear.
         why_dense: why the self-attention is neither in 8 bits nor sparse in any tier, or None.
@@ -96,9 +98,14 @@ class WanBlock:
     is_shared: Callable[[object], bool]
     call_self: Callable[..., torch.Tensor]
     call_cross: Callable[..., torch.Tensor]
+    inputs: Callable[..., Inputs]
     norm_class: type[nn.Module] = nn.RMSNorm
     ffn_class: type[nn.Module] = FeedForward
     why_dense: str | None = None
+
+    def plan_for(self, block: nn.Module, wan_call: WanCall) -> BlockPlan:
+        """Return the plan of a block for one kind of call."""
+        return decide(self, block, wan_call)
 
     def parts_of(self, block: nn.Module) -> nn.Module | Parts:
         """Return a block, or its parts under the names that they have in Wan's."""
@@ -147,7 +154,7 @@ class WanCall(NamedTuple):
 
 
 def decide(kind: WanBlock, block: nn.Module, wan_call: WanCall) -> BlockPlan:
-    """Return the plan of a block for one kind of call."""
+    """Return the plan of a block of Wan's kind for one kind of call."""
     call, stream, block = wan_call.call, wan_call.stream, kind.parts_of(block)
     gated = _linears_with_a_gated_skip(block, kind, wan_call)
     given, between = Storage(call.dtype), residual_between_skips(stream, call, gated)
@@ -345,12 +352,6 @@ def angles(rotary: Rotary) -> Tables:
 def is_shared(rotary: Rotary) -> bool:
     """True if all samples and heads have the same angles."""
     return all(table.ndim == 4 and table.shape[0] == table.shape[2] == 1 for table in rotary)
-
-
-def wan_block(attention_class: type[nn.Module]) -> WanBlock:
-    """Return the kind of a block that copies Wan's, with an attention of this class."""
-    processor = attention_class._default_processor_cls
-    return WanBlock(attention_class, processor, processor, angles, is_shared, call_self_attention, call_cross_attention)
 
 
 def usual_call(call: Call) -> WanCall:

@@ -16,7 +16,7 @@ from ...cuda_graphs import Inputs
 from ...steps.context_parallel import ranks_of
 from ..family import graph_of
 from ..graphs import Graphed
-from .block import wan_block
+from .forward import wan_block
 from .repeatable import why_not_repeatable
 
 # Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time). In this time the GPU does

@@ -13,10 +13,10 @@ from ...steps.plan import SHARED, Shared
 from ...steps.sparse_linear import SparseForm, rotate
 from ..family import Blocks, Measured, Sizes, Targets
 from .block import WanBlock, decide, usual_call
+from .forward import block_forward
 from .measured import self_attention_qkv, sub_layer_terms
 from .random_weights import RANDOM_WEIGHTS
 from .sizes import SIZES
-from .sub_layers import Inputs
 
 FIRST_LAYER = "patch_embedding"
 # The linears for keys and values of a prompt see few tokens, so that 8 bits do not make them faster, but they are an
@@ -35,21 +35,20 @@ def wan_blocks(
     name: str,
     block_class: type[nn.Module],
     kind: WanBlock,
-    forward: Callable,
-    inputs: Callable[..., Inputs],
     *,
+    forward: Callable = block_forward,
     can_be_sparse: bool = False,
     sizes: Sizes = SIZES,
 ) -> Blocks:
     """Return what a family states about a list of blocks of Wan's kind.
 
-    inputs: (block, the forward's arguments) -> what the plan runs on.
+    forward: replaces the blocks' forward.
     can_be_sparse: True if sparse-linear attention may take the place of the self-attention.
     sizes: of the block's tensors.
     """
     parts = {"attn1": kind.attention_class, "attn2": kind.attention_class, "ffn": nn.Module}
     sparse = SparseForm(kind.self_processor, partial(_rotate, kind)) if can_be_sparse else None
-    measured = Measured(inputs, sub_layer_terms, self_attention_qkv)
+    measured = Measured(kind.inputs, sub_layer_terms, self_attention_qkv)
     return Blocks(
         name=name,
         block_class=block_class,
