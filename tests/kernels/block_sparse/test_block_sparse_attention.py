@@ -83,10 +83,11 @@ def test_means_are_the_definitions(device, shape):
         heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
         for x, block in ((q, block_q), (heads_first, block_k), (q, 192)):
             expected = definition.pool(x, block, 32)
-            torch.testing.assert_close(block_sparse_map.pool_estimated(x, block), expected)
-        torch.testing.assert_close(
-            block_sparse_map.pool_parts(v, None, S, block_k, block_k, 1), definition.pool(v, block_k, block_k)
-        )
+            for of_means in {torch.float32, dtype}:
+                actual = block_sparse_map.pool_estimated(x, block, of_means)
+                torch.testing.assert_close(actual, expected.to(of_means))
+        means = block_sparse_map.pool_parts(v, None, S, block_k, block_k, 1, torch.float32)
+        torch.testing.assert_close(means, definition.pool(v, block_k, block_k))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -232,7 +233,7 @@ def test_custom_op_contracts(device):
     q, k, v = inputs(device, torch.float32, 1, 130, 1, 64)
     ops = torch.ops.turbo_rcm_patch
     shares = torch.randn(1, 1, 3, 3, device=q.device).softmax(-1)
-    torch.library.opcheck(ops.pool_parts.default, (q, None, 130, 64, 32, 1))
+    torch.library.opcheck(ops.pool_parts.default, (q, None, 130, 64, 32, 1, q.dtype))
     torch.library.opcheck(ops.keep_blocks.default, (shares, 0.5, 64, 64))
     found = definition.keep(shares, 0.5, 64, 64)
     arguments = (found.block_map, found.counts, found.kept_share, torch.randn(1, 1, 3, 64, device=q.device), 64, 64)
@@ -256,7 +257,11 @@ def test_at_full_size(quantized):
         else block_sparse_attention(q, k, v, mass=0.5)
     )
     block_q, block_k = block_sparse_sizes(q.device, q.dtype, quantized=quantized)
-    found = definition.lists(q, k, 0.5, block_q, block_k)
+    pooled_q = definition.pool(q, block_q, 32)
+    pooled_k = definition.less_mean(definition.pool(k, block_k, 32), 32760, 32)
+    pooled = (x.to(q.dtype).float() for x in (pooled_q, pooled_k))  # the kernel rounds no scores
+    shares = definition.estimate(*pooled, 128**-0.5, 32760, block_q, block_k)
+    found = definition.keep(shares, 0.5, block_q, block_k)
     left_value = found.left.double() @ definition.pool(v, block_k, block_k).double()
     assert 0 < kept_share(q, k, mass=0.5) < 1
     for row in (0, 4321, 32759):

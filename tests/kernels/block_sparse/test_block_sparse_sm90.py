@@ -243,7 +243,8 @@ def checked_lists(blocks: Blocks, qkv: QuantizedQKV, mass: float) -> Lists:
     place = blocks.block_map.long().where(listed, key_blocks)  # nothing is written behind a list
     kept = listed.new_zeros(*listed.shape[:3], key_blocks + 1).scatter(-1, place, True)[..., :key_blocks]
     q, k = qkv.q.float() * qkv.q_scale[..., None], qkv.dequantize_qk()[1]
-    pooled = (definition.pool(x, block, 32).to(qkv.dtype) for x, block in ((q, BLOCK_Q), (k, BLOCK_K)))
+    # The kernel rounds the means, but no scores.
+    pooled = (definition.pool(x, block, 32).to(qkv.dtype).float() for x, block in ((q, BLOCK_Q), (k, BLOCK_K)))
     shares = definition.estimate(*pooled, LN_2, q.shape[1], BLOCK_Q, BLOCK_K)
     expected = definition.keep(shares, mass, BLOCK_Q, BLOCK_K)
     assert (blocks.counts - expected.counts).abs().float().mean() <= 0.02 * key_blocks

@@ -5,9 +5,9 @@
 q, k, v, out [B, S, H, D]; block_sparse_reference.py defines p and the kept blocks. Each head and block of queries keeps
 as many blocks of keys as hold the share `mass` of the attention. There are no weights and no linear branch: this is not
 sparse-linear attention (sparse_linear_attention.py), which models are trained with, though one kernel runs both.
-One kernel pools q, k and v, one makes the lists (block_sparse_map.py), and one attends and adds the estimate for the
-rest. In 8 bits on sm_90 the last is the dense kernel with lists (block_sparse_sm90.py), if it takes the blocks. No
-gradient: under autograd the reference runs.
+One kernel pools q, k and v, one estimates p, one makes the lists (block_sparse_map.py), and one attends and adds the
+estimate for the rest. In 8 bits on sm_90 the last is the dense kernel with lists (block_sparse_sm90.py), if it takes
+the blocks. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ def _check_options(mass, block_q, block_k):
 
 def _fused(q, k, v, mass, block_q, block_k):
     tokens = q.shape[1]
-    pooled_k = less_mean(pool_estimated(k, block_k), tokens, part_size(block_k))
-    pooled = (x.to(q.dtype) for x in (pool_estimated(q, block_q), pooled_k))
-    found = choose_lists(*pooled, q.shape[3] ** -0.5, tokens, mass, block_q, block_k)
-    left_value = found.left @ pool_parts(v, None, tokens, block_k, block_k, 1)
+    pooled_q = pool_estimated(q, block_q, q.dtype)
+    pooled_k = less_mean(pool_estimated(k, block_k, torch.float32), tokens, part_size(block_k)).to(q.dtype)
+    found = choose_lists(pooled_q, pooled_k, q.shape[3] ** -0.5, tokens, mass, block_q, block_k)
+    left_value = found.left @ pool_parts(v, None, tokens, block_k, block_k, 1, torch.float32)
     lists = (found.block_map, found.counts, found.kept_share, left_value)
     return _block_sparse_attention(q, k, v, *lists, block_q, block_k)
 
@@ -167,13 +167,13 @@ def _fused_8bit(attend, qkv, mass, block_q, block_k, result, out_scale):
     """Run the kernels in 8 bits. attend: launches the last kernel."""
     q, q_scale, k, k_scale, v, v_scale, dtype = qkv
     tokens = q.shape[1]
-    pooled_q = pool_estimated(q, block_q, q_scale)
-    pooled_k = pool_estimated(k, block_k, k_scale.mT, KEY_GROUP)
-    pooled = (x.to(dtype) for x in (pooled_q, pooled_k))
-    found = choose_lists(*pooled, LN_2, tokens, mass, block_q, block_k)
+    pooled_q = pool_estimated(q, block_q, dtype, q_scale)
+    pooled_k = pool_estimated(k, block_k, dtype, k_scale.mT, KEY_GROUP)
+    found = choose_lists(pooled_q, pooled_k, LN_2, tokens, mass, block_q, block_k)
     # An e4m3 v is [B, H, D, T], with every 32 tokens in another order, which does not change a mean.
     values = v.permute(0, 3, 1, 2) if v.dtype == FP8 else v
-    left_value = found.left @ (pool_parts(values, None, tokens, block_k, block_k, 1) * v_scale[:, :, None])
+    means = pool_parts(values, None, tokens, block_k, block_k, 1, torch.float32)
+    left_value = found.left @ (means * v_scale[:, :, None])
     lists = (found.block_map, found.counts, found.kept_share, left_value)
     return attend(*qkv[:6], *lists, block_q, block_k, result, out_scale)
 

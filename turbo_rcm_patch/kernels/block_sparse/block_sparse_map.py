@@ -1,13 +1,10 @@
 """The choice of the key blocks that block-sparse attention keeps, on a GPU: sm_80 to sm_120.
 
     means of parts of q, k and v    a kernel, one read of each
-    p of the definition             PyTorch (block_sparse_reference.py)
+    p of the definition             a kernel (block_sparse_estimate.py)
     the lists                       a kernel that holds a row of p in registers and finds its threshold bit by bit
 
-The estimate in PyTorch costs little beside the attention. For 12 heads and 32,760 tokens its product of means is 3.2
-GFLOP, where dense attention is 6,600. Its matrices of 1,024 by 1,024 parts take 25 MB each in bf16, two at a time. For
-40 heads and 75,600 tokens it is 57 of 117,000 GFLOP, and 0.9 GB. Without a kernel for the lists, p
-would have to be sorted, which takes longer than all of that.
+Without the last, p would have to be sorted, which takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..sizes import next_power_of_2
 from ..sparse_linear.threshold import largest_threshold
-from .block_sparse_reference import Lists, estimate, part_size, parts_of
+from .block_sparse_estimate import estimate_blocks
+from .block_sparse_reference import Lists, part_size, parts_of
 
 
 def choose_lists(
@@ -35,20 +33,26 @@ def choose_lists(
     block_k: int,
 ) -> Lists:
     """Return the Lists of kept blocks, from the means of parts of blocks [B, H, parts, D] of one dtype."""
-    shares = estimate(pooled_q, pooled_k, scale, tokens, block_q, block_k)
+    shares = estimate_blocks(pooled_q, pooled_k, scale, tokens, block_q, block_k)
     return Lists(*_keep(shares, mass, block_q, block_k))
 
 
 @kernel_op("pool_parts")
 def pool_parts(
-    x: torch.Tensor, scale: torch.Tensor | None, tokens: int, block: int, size: int, tokens_per_scale: int
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    tokens: int,
+    block: int,
+    size: int,
+    tokens_per_scale: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the means of x [B, T, H, D] over parts of blocks, as the reference's `pool` does: [B, H, parts, D] fp32.
+    """Return the means of x [B, T, H, D] over parts of blocks, as the reference's `pool` does: [B, H, parts, D].
 
     tokens: the number of tokens among the T. x must be zero after them. size: tokens of a part.
     scale: [B, ⌈tokens / tokens_per_scale⌉, H] fp32, multiplied with x, or None.
     """
-    means = _allocate_means(x, scale, tokens, block, size, tokens_per_scale)
+    means = _allocate_means(x, scale, tokens, block, size, tokens_per_scale, dtype)
     launch_kernel(
         _pool_parts_kernel,
         (means.shape[2], means.shape[1], means.shape[0]),
@@ -68,16 +72,16 @@ def pool_parts(
 
 
 @pool_parts.register_fake
-def _allocate_means(x, scale, tokens, block, size, tokens_per_scale):
+def _allocate_means(x, scale, tokens, block, size, tokens_per_scale, dtype):
     shape = x.shape[0], x.shape[2], parts_of(tokens, block, size), x.shape[3]
-    return x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty(shape, dtype=dtype)
 
 
 def pool_estimated(
-    x: torch.Tensor, block: int, scale: torch.Tensor | None = None, tokens_per_scale: int = 1
+    x: torch.Tensor, block: int, dtype: torch.dtype, scale: torch.Tensor | None = None, tokens_per_scale: int = 1
 ) -> torch.Tensor:
     """Return the means of x [B, S, H, D] over the parts of blocks that the estimate uses."""
-    return pool_parts(x, scale, x.shape[1], block, part_size(block), tokens_per_scale)
+    return pool_parts(x, scale, x.shape[1], block, part_size(block), tokens_per_scale, dtype)
 
 
 @kernel_op("keep_blocks")
