@@ -49,7 +49,8 @@ ATTENTIONS = {
     "cross_attention": ("attn2", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"),
 }
 # The queries of a prompt's attention come from a norm that has no weight and, in LTX-2.0, no modulation. So nothing
-# divides hidden channels that are far above the others, and rounding their rows to 8 bits would cost too much.
+# divides hidden channels that are far above the others. Rows with these lose too much in int8, and e4m3's own error is
+# too large here (docs/designs.md).
 NOT_IN_8_BITS = ("attn2.to_q", "audio_attn2.to_q")
 LINEARS = {
     group: tuple(
