@@ -1,7 +1,6 @@
-"""A patch as `print` and a notebook's cell show it."""
+"""A patch as `print` and a notebook's cell show it: the summary as text."""
 
 import gc
-import xml.etree.ElementTree as ET
 
 import pytest
 import torch
@@ -16,12 +15,8 @@ def patch():
     return trp.patch(tiny_wan_pipeline())
 
 
-def parsed(patch):
-    return ET.fromstring(f"<cell>{patch._repr_html_()}</cell>")
-
-
 def test_print_shows_the_summary(patch):
-    assert str(patch) == patch.summary()
+    assert str(patch) == repr(patch) == patch.summary()
     patch.restore()
     assert str(patch) == "restored: nothing is patched any more"
 
@@ -34,27 +29,6 @@ def test_a_line_counts_what_can_be_fused():
     rows = [row(3, hooks=1), row(4, nothing_to_fuse=4), row(2, cpu_tensors=2)]
     assert in_one_line(rows) == "2 of 5 parts of its layers are fused (not the others: cpu tensors, hooks)"
     assert in_one_line([row(3)], ["transformer"]).endswith("are fused; the transformer is not patched")
-
-
-def test_a_cell_shows_every_row_and_note_as_html(patch):
-    cell = parsed(patch)
-    lines = [[text.text or "" for text in line] for line in cell.iterfind(".//tbody/tr")]
-    assert lines == [list(row.cells()) for row in patch.rows()]
-    assert [head.text for head in cell.find(".//thead/tr")][:3] == ["sub-layer", "step", "kernel"]
-    shown = [*cell.iterfind(".//b"), *cell.iterfind(".//li")]
-    text = patch.summary().splitlines()
-    assert shown
-    assert all(any(line.strip() == element.text for line in text) for element in shown)
-    patch.restore()
-    assert parsed(patch).find("p").text == str(patch)
-
-
-def test_names_of_others_are_escaped_in_html(patch):
-    linear = patch.transformers["transformer"].blocks[0].attn1.to_q
-    linear.__class__ = type("<script>alert(1)</script>&", (torch.nn.Linear,), {})
-    assert "<script>alert(1)</script>& layer" in str(patch)
-    assert "<script>" not in patch._repr_html_()
-    assert any("<script>alert(1)</script>& layer" in (cell.text or "") for cell in parsed(patch).iter("td"))
 
 
 @pytest.mark.parametrize("name", ["vae", "transformer"])

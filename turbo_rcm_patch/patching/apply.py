@@ -23,17 +23,7 @@ from .sampling.step_count import Steps, why_not_countable
 from .steps.block_sparse import why_trained_otherwise
 from .steps.plan import SHARED
 from .steps.sparse_linear import use_processors, why_not_sparse
-from .summary import (
-    Row,
-    Section,
-    as_html,
-    as_text,
-    plan_rows,
-    transformer_section,
-    unknown_line,
-    vae_rows,
-    vae_section,
-)
+from .summary import Row, Section, as_text, plan_rows, transformer_section, unknown_line, vae_rows, vae_section
 from .weights.convert import (
     convert_weights,
     convertible_linears,
@@ -101,13 +91,9 @@ class Patch:
         self._check_active("summarize")
         return as_text(self._sections())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return the summary, or a sentence that the patch was restored."""
         return as_text(self._sections()) if self.active else RESTORED
-
-    def _repr_html_(self) -> str:
-        """Return the same as HTML, for a notebook."""
-        return as_html(self._sections()) if self.active else f"<p>{RESTORED}</p>"
 
     def _sections(self) -> list[Section]:
         patched = _only_patched(self.transformers).items()

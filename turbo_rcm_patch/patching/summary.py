@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -91,28 +90,6 @@ def in_one_line(rows: Iterable[Row], unknown: Iterable[str] = ()) -> str:
     if reasons:
         text += f" (not the others: {', '.join(reason for reason, _ in reasons.most_common())})"
     return text + "".join(f"; the {name} is not patched" for name in unknown)
-
-
-def as_html(sections: Iterable[Section]) -> str:
-    """Return the sections as HTML for a notebook: tables and lists."""
-    return "\n".join(map(_section_html, sections))
-
-
-def _section_html(section: Section) -> str:
-    parts = [f"<p><b>{html.escape(title)}</b></p>{_table_html(rows)}" for title, rows in section.tables]
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in section.notes)
-    return "".join(parts) + (f"<ul>{notes}</ul>" if notes else "")
-
-
-def _table_html(rows: list[Row]) -> str:
-    if not rows:
-        return ""
-    lines = [_line_html("td", row.cells()) for row in rows]
-    return f"<table><thead>{_line_html('th', HEADER)}</thead><tbody>{''.join(lines)}</tbody></table>"
-
-
-def _line_html(tag: str, cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def transformer_section(name: str, transformer: nn.Module) -> Section:
