@@ -19,19 +19,13 @@ from .families.family import Binding, ModelGraphs, graph_of
 from .families.vae.video_output import patch_video_output, video_output_note
 from .journal import Journal
 from .other_threads import no_other_calls
+from .restoring import Handle, check_restorable
 from .sampling.step_count import Steps, why_not_countable
 from .steps.block_sparse import why_trained_otherwise
 from .steps.plan import SHARED
 from .steps.sparse_linear import use_processors, why_not_sparse
 from .summary import Row, Section, as_text, plan_rows, transformer_section, unknown_line, vae_rows, vae_section
-from .weights.convert import (
-    convert_weights,
-    convertible_linears,
-    free_originals,
-    quantized_linears,
-    refuse_written_weights,
-    why_not_restorable,
-)
+from .weights.convert import convert_weights, convertible_linears, free_originals, refuse_written_weights
 from .weights.group_offload import ON_DISK, is_on_disk, update_groups
 
 logger = logging.getLogger(__name__)
@@ -44,7 +38,7 @@ _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that h
 _REFUSALS = {Sparse: why_not_sparse, BlockSparse: why_trained_otherwise}
 
 
-class Patch:
+class Patch(Handle):
     """A patch of one or more models: its summary, and how to undo it. It is a context manager that restores on exit.
 
     Attributes:
@@ -138,19 +132,6 @@ class Patch:
     def _check_active(self, verb: str) -> None:
         if not self.active:
             raise PatchError(f"nothing to {verb}: {', '.join(self.transformers) or 'vae'} was restored already.")
-
-    def __enter__(self) -> Patch:
-        return self
-
-    def __exit__(self, exception_type, *_) -> None:
-        if not self.active:
-            return
-        try:
-            self.restore()
-        except PatchError as error:
-            if exception_type is None:
-                raise
-            logger.warning("%s", error)  # the exception that is being raised matters more
 
 
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
@@ -375,20 +356,7 @@ def _problems(name: str, model: torch.nn.Module) -> list[str]:
 
 def _restore(models: dict[str, torch.nn.Module]) -> None:
     journals = [model.__dict__[_JOURNAL] for model in models.values()]
-    for (name, model), journal in zip(models.items(), journals, strict=True):
-        if journal.owner is not model:
-            raise PatchError(f"cannot restore: {name} is a shallow copy of a patched model; restore that model.")
-    for name, model in models.items():
-        reason = why_not_restorable(model) or (ON_DISK if quantized_linears(model) and is_on_disk(model) else None)
-        if reason is not None:
-            raise PatchError(f"cannot restore {name}: {reason}")
-    captured = [entry for journal in journals for entry in journal.captured()]
-    if captured:
-        kinds = sorted({type(module).__name__ for module, _ in captured})
-        raise PatchError(
-            f"cannot restore: on {len(captured)} modules ({', '.join(kinds)}) the patched forward was replaced after "
-            "the patch; take the replacement off first."
-        )
+    check_restorable(models, journals, lambda model: ON_DISK if is_on_disk(model) else None)
     graphs = [graph_of(model) for model in models.values()]
     tiers = {name: getattr(model, SHARED).config for name, model in models.items() if hasattr(model, SHARED)}
     approximate = {name: models[name] for name, config in tiers.items() if not isinstance(config, Exact)}

@@ -23,6 +23,7 @@ from ...scheduler import FewStepScheduler
 from ..copying import reduce_ex
 from ..families import PIPELINES, pipeline_of
 from ..journal import bind
+from ..restoring import Handle
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ _NO_GUIDANCE = {
 _OF_BLOCKS = {"prepare_latents": _prepare_latents_of_block, "encode_prompt": _encode_prompt_of_block}
 
 
-class FewStepHandle:
+class FewStepHandle(Handle):
     """The changes of ``caller`` to a pipeline, its scheduler and its prepare_latents. ``restore()`` undoes both."""
 
     def __init__(
@@ -152,7 +153,7 @@ class FewStepHandle:
         scheduler.driver = caller
         pipe.scheduler = scheduler
         vars(pipe).update(ours)
-        self._active = True
+        self.active = True
 
     def restore(self) -> None:
         """Put the original scheduler object and prepare_latents back.
@@ -165,10 +166,10 @@ class FewStepHandle:
         for name in self._ours:
             del vars(self.pipe)[name]
         vars(self.pipe).update(self._replaced)
-        self._active = False
+        self.active = False
 
     def _check_restorable(self):
-        if not self._active:
+        if not self.active:
             raise RuntimeError(f"this {self.caller} is restored already.")
         own = vars(self.pipe)
         held = {"scheduler": own.get("scheduler") is self.scheduler}
@@ -178,20 +179,13 @@ class FewStepHandle:
             if not is_ours:
                 raise RuntimeError(f"pipe.{name} was replaced after {self.caller}; undo that first, then restore.")
 
-    def __enter__(self) -> FewStepHandle:
-        return self
-
-    def __exit__(self, *exception):
-        if self._active:
-            self.restore()
-
     def prepare_latents(self, pipe: DiffusionPipeline, of_block: Callable | None, *args, **kwargs):
         """Run the pipeline's own prepare_latents, which alone knows the call's generator and makes the first noise.
 
         pipe: the handle's pipeline, or a copy of it. of_block: for a modular pipeline, its block's prepare_latents.
         """
         scheduler = pipe.scheduler
-        if not self._active:
+        if not self.active:
             raise RuntimeError(f"{self.caller} was restored on the pipeline that this is a copy of; copy it again.")
         if not hasattr(scheduler, "bind_generator"):  # servers wrap schedulers in objects that pass attributes on
             raise RuntimeError(f"pipe.scheduler was replaced after {self.caller}; put it back and restore() first.")
@@ -215,7 +209,7 @@ class FewStepHandle:
     def encode_prompt(self, pipe: DiffusionPipeline, *args, **kwargs):
         """Turn the guidance of a pipeline with sound off, then encode its prompt alone."""
         own = self._replaced.get("encode_prompt") or partial(type(pipe).encode_prompt, pipe)
-        if self._classifier_free_guidance or not self._active:
+        if self._classifier_free_guidance or not self.active:
             return own(*args, **kwargs)
         vars(pipe).update(_NO_GUIDANCE)
         call = inspect.signature(own).bind(*args, **kwargs)

@@ -13,7 +13,8 @@ from ...wording import counted, with_article
 from ..copying import reduce_ex
 from ..errors import PatchError
 from ..journal import Journal, bind
-from ..weights.convert import free_originals, load_state_dict, quantized_linears, weights_note, why_not_restorable
+from ..restoring import Handle, check_restorable
+from ..weights.convert import free_originals, load_state_dict, weights_note
 from ..weights.weight_only import GROUP, WeightOnlyLinear, convert_in_groups
 from .forward import GRAPHS, KEPT, block_forward, encoder_forward, stack_forward
 from .graph import EncoderGraphs
@@ -24,7 +25,7 @@ _JOURNAL = "_turbo_rcm_patch_text_journal"  # the attribute of a patched encoder
 OFFLOADED = "its weights are offloaded or hooked; call plan.undo(), or remove that, first."
 
 
-class TextEncoderPatch:
+class TextEncoderPatch(Handle):
     """A patch of a text encoder, and how to undo it. It is a context manager that restores on exit.
 
     Attributes:
@@ -54,18 +55,8 @@ class TextEncoderPatch:
         if not self.active:
             raise PatchError("nothing to restore: the text encoder was restored already.")
         journal = vars(self.encoder)[_JOURNAL]
-        if journal.owner is not self.encoder:
-            raise PatchError("cannot restore: this is a shallow copy of a patched text encoder; restore that encoder.")
-        if (reason := why_not_restorable(self.encoder)) is not None:
-            raise PatchError(f"cannot restore the text encoder: {reason}")
-        if quantized_linears(self.encoder) and _is_offloaded(self.encoder):
-            raise PatchError(f"cannot restore the text encoder: {OFFLOADED}")
-        if captured := journal.captured():
-            kinds = ", ".join(sorted({type(module).__name__ for module, _ in captured}))
-            raise PatchError(
-                f"cannot restore: on {len(captured)} modules of the text encoder ({kinds}) the patched forward was "
-                "replaced after the patch; take the replacement off first."
-            )
+        models = {"the text encoder": self.encoder}
+        check_restorable(models, [journal], lambda encoder: OFFLOADED if _is_offloaded(encoder) else None)
         graphs: EncoderGraphs | None = vars(self.encoder)[GRAPHS]
         journal.undo()
         if graphs is not None:
@@ -82,13 +73,6 @@ class TextEncoderPatch:
         if (graphs := vars(self.encoder)[GRAPHS]) is not None:
             lines.append(str(graphs))
         return "\n".join(filter(None, lines))
-
-    def __enter__(self) -> TextEncoderPatch:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.active:
-            self.restore()
 
 
 def patch_text_encoder(

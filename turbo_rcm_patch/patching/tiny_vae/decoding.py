@@ -16,6 +16,7 @@ from ...plain import function_bound_to
 from ...wording import name_of_dtype, with_article
 from ..errors import PatchError
 from ..families.vae import is_vae
+from ..restoring import Handle
 from .network import EDGE, FIRST, GROWTH, TinyDecoder, layout_of, load
 
 _NETWORK = "_turbo_rcm_patch_tiny_vae"  # the attribute of a VAE that holds the decoder
@@ -26,7 +27,7 @@ GROWN = math.prod(GROWTH)  # frames that a latent frame becomes
 ALIVE = 2  # tensors of the last width that live together: what a convolution at full size reads and makes
 
 
-class TinyVae:
+class TinyVae(Handle):
     """A tiny VAE on a pipeline's VAE, and how to undo it. It is a context manager that restores on exit.
 
     Attributes:
@@ -54,13 +55,6 @@ class TinyVae:
             return "tiny VAE: restored"
         dtype = name_of_dtype(next(self._network.parameters()).dtype)
         return f"tiny VAE: {self._name} decodes, {self._network.layout} layout, in {dtype}"
-
-    def __enter__(self) -> TinyVae:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.active:
-            self.restore()
 
 
 def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None = None) -> TinyVae:
