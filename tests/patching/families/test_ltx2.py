@@ -6,13 +6,17 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoAttnPro
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
+from scripts.tools.compile_without_gpu import MULTIPROCESSORS, record_launches
 from tests.oracle import relative_error
 from tests.patching.pairs import output_of
 from tests.tiny_families import BATCH, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_wan import moved
 from turbo_rcm_patch.config import FUSION_GROUPS
+from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.families.ltx2.sub_layers import SUB_LAYERS
 from turbo_rcm_patch.patching.steps.layers import FEW_TOKENS
 from turbo_rcm_patch.patching.steps.plan import STATE
+from turbo_rcm_patch.patching.weights import convert
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 SUB_LAYER_NAMES = [f"{stream} {group}" for _, stream, group in SUB_LAYERS]
@@ -250,3 +254,17 @@ def test_sparse_attention_with_gates_of_heads_and_no_masks(fuse, has_projections
         assert relative_error(output_of("ltx2", model), expected) <= 1e-5
         with pytest.raises(ValueError, match="without a mask"):
             output_of("ltx2", model, **CALLS["a mask of the video"][2])
+
+
+def test_only_an_attention_with_more_queries_than_keys_gives_e4m3(monkeypatch):
+    """Its values are scaled in passes of their own, which few queries do not repay: those of the sound, of the video."""
+    monkeypatch.setattr(convert, "capability_of", lambda device: (9, 0))
+    model = tiny_family_transformer("ltx2", dtype=torch.bfloat16)
+    inputs = moved(tiny_family_inputs("ltx2", model), "meta")
+    patch = trp.patch(model, trp.Quantized())
+    model.to("meta")
+    with torch.no_grad(), meta_is_gpu((9, 0), MULTIPROCESSORS):
+        record_launches(lambda: model(**inputs), (9, 0))
+        rows = {row.sub_layer: row.reasons for row in patch.rows() if row.step == "projection + skip"}
+    assert not rows["audio-to-video cross_attention"]
+    assert set(rows["video-to-audio cross_attention"]) == {"quantised in a pass of its own"}

@@ -187,7 +187,9 @@ def _cross_attention(
         attended = _masked_attention(attn)
     else:  # under context parallelism diffusers exchanges the tokens of these attentions too
         alone = attn.processor._parallel_config is None
-        attended = attention(attn, call, crossing=alone, result=out.takes if alone and gates is None else None)
+        # For e4m3 the values are scaled in passes of their own, which only more queries than keys repay.
+        result = out.takes if alone and gates is None and stream.tokens > source.tokens else None
+        attended = attention(attn, call, crossing=alone, result=result)
     norm_q, norm_k = _head_norms(attn, kind, call)
     return CrossAttention(
         attn.heads,
