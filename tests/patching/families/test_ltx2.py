@@ -257,7 +257,7 @@ def test_sparse_attention_with_gates_of_heads_and_no_masks(fuse, has_projections
 
 
 def test_only_an_attention_with_more_queries_than_keys_gives_e4m3(monkeypatch):
-    """Its values are scaled in passes of their own, which few queries do not repay: those of the sound, of the video."""
+    """Its values are scaled in passes of their own, which the sound's few queries of the video do not repay."""
     monkeypatch.setattr(convert, "capability_of", lambda device: (9, 0))
     model = tiny_family_transformer("ltx2", dtype=torch.bfloat16)
     inputs = moved(tiny_family_inputs("ltx2", model), "meta")
