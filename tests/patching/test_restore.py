@@ -1,19 +1,17 @@
 """A patch changes nothing but behaviour, and restore takes back everything."""
 
-import copy
 import filecmp
 import functools
 from dataclasses import replace
 from types import MethodType
 
-import accelerate
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.pairs import attributes_of, blocks_of, every_family, output_of, variants
+from tests.patching.pairs import attributes_of, every_family, output_of, variants
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.config import PRESETS
@@ -90,14 +88,6 @@ def test_a_failure_rolls_back(monkeypatch):
     assert [attributes_of(model) for model in (pipe.transformer, pipe.transformer_2)] == before
 
 
-def test_an_invalid_second_transformer_leaves_the_first_alone():
-    pipe = tiny_wan_pipeline("wan22")
-    trp.patch(pipe.transformer_2)
-    with pytest.raises(trp.PatchError, match="transformer_2 is patched already"):
-        trp.patch(pipe)
-    assert not is_fused(pipe.transformer)
-
-
 @every_family
 def test_patching_twice_and_restoring_unpatched_are_errors(name):
     model = tiny_family_transformer(name)
@@ -112,16 +102,6 @@ def test_patching_twice_and_restoring_unpatched_are_errors(name):
         patch.restore()
     with pytest.raises(trp.PatchError, match="restored already"):
         patch.summary()
-
-
-@every_family
-def test_patching_under_a_hook_that_holds_the_forward_is_an_error(name):
-    model = tiny_family_transformer(name)
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    attributes = attributes_of(model)
-    with pytest.raises(trp.PatchError, match=r"blocks\.0 has a hook AlignDevicesHook.*patch first"):
-        trp.patch(model)
-    assert attributes_of(model) == attributes
 
 
 @pytest.mark.parametrize("first_off", ["patch", "hooks"])
@@ -162,20 +142,6 @@ def test_restoring_under_a_later_hook_keeps_the_hook(name):
     assert not any("_turbo_rcm_patch" in name for names in attributes_of(model).values() for name in names)
 
 
-@every_family
-def test_restoring_over_a_replaced_forward_is_an_error(name):
-    model = tiny_family_transformer(name)
-    patch = trp.patch(model)
-    block = blocks_of(model)[0]
-    inner = block.forward
-    block.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    with pytest.raises(trp.PatchError, match=r"1 modules \(\w+TransformerBlock\)"):
-        patch.restore()
-    assert patch.active
-    block.forward = inner
-    patch.restore()
-
-
 def with_cache(model):
     """Wrap a forward as cache-dit's enable_cache does, and return a function that unwraps it as disable_cache does."""
     original = model.forward
@@ -195,7 +161,7 @@ def test_a_cache_that_binds_the_forward_again_when_it_goes(first_off):
     disable_cache = with_cache(model)
     assert relative_error(output_of("wan", model), expected) <= 1e-5
     if first_off == "patch":
-        with pytest.raises(trp.PatchError, match="take the replacement off first"):
+        with pytest.raises(trp.PatchError, match=r"on 1 modules \(WanTransformer3DModel\)"):
             patch.restore()
     disable_cache()
     assert is_fused(model)
@@ -221,22 +187,6 @@ def test_all_that_a_patch_binds_are_bound_methods(preset):
 
 def bound_in(pipe):
     return [pipe, pipe.video_processor, *pipe.transformer.modules(), *pipe.vae.modules()]
-
-
-@every_family
-def test_a_deep_copy_is_patched_and_restored_on_its_own(name):
-    model = tiny_family_transformer(name)
-    expected = output_of(name, model)
-    patch = trp.patch(model)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    trp.restore(twin)
-    assert is_fused(model)
-    assert torch.allclose(output_of(name, model), expected, rtol=1e-5, atol=1e-6)
-    patch.restore()
-    assert torch.equal(output_of(name, model), expected)
 
 
 @cached

@@ -101,17 +101,10 @@ def test_names_and_groups_keep_layers_as_they_are(model, options, left):
     assert len(quantized_linears(model)) == left
 
 
-def test_a_name_that_fits_nothing_is_an_error(model):
-    with pytest.raises(ValueError, match=r"keep='blok\.\*' fits no module of the WanTransformer3DModel"):
-        trp.patch(model, trp.Quantized(keep=["blok.*"]))
-    assert not quantized_linears(model)
-    with pytest.raises(ValueError, match="keep='ffn' is a string"):
-        trp.Quantized(keep="ffn")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"keep": "ffn"}, "keep='ffn' is a string"),
         ({"keep": [3]}, r"keep contains 3; give names of modules"),
         ({"keep": [""]}, r"keep contains ''; give names of modules"),
         ({"restorable": "no"}, r"restorable='no'; give True or False"),
@@ -161,26 +154,6 @@ def test_the_summary_tells_where_the_originals_are(model):
 # ---------------------------------------------------------------------------------------------------------------------
 # The way back
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_restore_brings_the_same_parameters_back(dtype):
-    model = tiny_wan_transformer(dtype=dtype)
-    parameters = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
-    attributes = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
-    buffers = list(dict(model.named_buffers()))
-    expected = output_of(model)
-    patch = trp.patch(model, CONFIG)
-    output_of(model)
-    patch.restore()
-    restored = dict(model.named_parameters())
-    assert list(restored) == list(parameters)
-    for name, (parameter, value) in parameters.items():
-        assert restored[name] is parameter
-        assert torch.equal(parameter, value)
-    assert {name: (type(module), set(vars(module))) for name, module in model.named_modules()} == attributes
-    assert list(dict(model.named_buffers())) == buffers
-    assert torch.equal(output_of(model), expected)
 
 
 def test_a_cast_model_gets_its_originals_back_in_its_dtype(model):

@@ -298,10 +298,3 @@ def test_a_linear_without_a_bias_beside_others():
     assert (ours - theirs).norm() <= QUANTIZED.limits.step * theirs.norm()
     row = next(row for row in patch.rows() if row.step == "QKV projection")
     assert row.reasons == {"unequal projections": 1, "cpu tensors": 1}
-
-
-def test_the_summary_names_the_formats_of_what_is_on_the_cpu():
-    model = tiny_wan_transformer()
-    summary = trp.patch(model, "quantized").summary()
-    assert "QK-norm + RoPE + 8 bits" in summary
-    assert "weights of 20 linears in 8 bits" in summary

@@ -98,20 +98,6 @@ def test_sequential_offload_never_moves_an_original(model, monkeypatch):
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "kind", [{"offload_type": "block_level", "num_blocks_per_group": 1}, {"offload_type": "leaf_level"}]
-)
-def test_a_patch_of_an_offloaded_model(model, kind):
-    """change_table.py offloads patched models."""
-    plain = tiny_wan_transformer()
-    model.enable_group_offload(onload_device=CPU, offload_device=CPU, **kind)
-    patch = trp.patch(model, CONFIG)
-    error = relative_error(output_of(model), output_of(plain))
-    assert 1e-3 < error <= ERROR
-    patch.restore()
-    assert torch.equal(output_of(model), output_of(plain))
-
-
 def test_model_offload_and_moves_leave_the_originals_alone(model):
     trp.patch(model, CONFIG)
     originals = [(linear.original, linear.original.data_ptr()) for linear in quantized_linears(model)]

@@ -161,15 +161,6 @@ def test_values_that_cannot_stay_are_converted_and_the_error_is_told(file, monke
     assert torch.equal(model.blocks[1].ffn.net[2].weight, plain[f"{FFN}.weight"])
 
 
-def test_there_are_no_originals(file):
-    model, weights = tiny_wan_transformer(**SIZE), scaled()
-    patch = trp.load_turbodiffusion(file(weights), model, "quantized")
-    with pytest.raises(trp.PatchError, match=r"weights of 20 linears were freed .*loaded from 8 bits"):
-        patch.restore()
-    with pytest.raises(RuntimeError, match="freed"):
-        model.state_dict()
-
-
 @pytest.mark.parametrize("load", [trp.load_turbodiffusion, trp.load_converted])
 def test_two_experts_in_a_pipeline(file, load):
     pipe = tiny_wan_pipeline("wan22")
