@@ -127,23 +127,6 @@ def test_the_first_frame_of_an_image_stays():
     )
 
 
-def test_noise_of_both_streams_is_of_one_generator():
-    """A copy of the scheduler with a copy of the generator would draw the sound's noise from the video's."""
-    pipe, drawn = tiny_ltx2_pipeline(), []
-    handle = trp.use_distilled(pipe, recipe="turbot2av")
-    generator = torch.Generator().manual_seed(1)
-    own = type(handle.scheduler)._noise
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(handle.scheduler), "_noise", lambda *given: drawn.append(own(*given)) or drawn[-1])
-        pipe(**few_step_call(num_inference_steps=4) | {"generator": generator})
-    again = torch.Generator().manual_seed(1)
-    torch.randn(VIDEO, generator=again)
-    torch.randn(AUDIO, generator=again)
-    assert [tuple(x.shape) for x in drawn] == [(1, 72, 4), (1, 5, 4)] * 4
-    assert all(torch.equal(x, torch.randn(x.shape, generator=again)) for x in drawn)
-    assert torch.equal(generator.get_state(), again.get_state())
-
-
 def test_one_seed_is_one_video_and_pipelines_without_a_generator_work():
     pipe = tiny_ltx2_pipeline()
     trp.use_distilled(pipe, recipe="turbot2av")
