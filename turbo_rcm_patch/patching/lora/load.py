@@ -161,11 +161,6 @@ class LoadedLora:
         )
         return _active_adapters(self._transformer) if layers and not counts else []
 
-    def is_left_out(self) -> bool:
-        """True if projections were fused after loading without the LoRA's matrices in their weights."""
-        outside = any(self.adapter not in layer.merged_adapters for layer in self._layers())
-        return outside and has_fused_projections(self._transformer)
-
     def _layers(self) -> list[nn.Module]:
         """Return the LoRA layers with this adapter."""
         every = () if self.adapter is None else _lora_layers(self._transformer)

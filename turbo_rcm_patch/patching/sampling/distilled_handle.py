@@ -105,13 +105,8 @@ class DistilledHandle(FewStepHandle):
     def _change_of(self, loaded: LoadedLora) -> str | None:
         """Return a warning if a loaded LoRA does not count as it was loaded, or None.
 
-        The user switched it off, made others active without it, or fused projections.
+        The user switched it off, or made others active without it.
         """
-        if loaded.is_left_out():
-            return (
-                "projections were fused after the LoRA was loaded, and fused projections leave out its matrices; call "
-                "unfuse_qkv_projections()."
-            )
         if others := loaded.replaced_by():
             return (
                 f"the LoRA {loaded.adapter} is not active beside {', '.join(others)}, so the few steps run without its "
