@@ -32,10 +32,7 @@ _KEYS = {
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
 }
 PERHAPS_GATES = f"{_KEYS['fastwan'][1]}, if the checkpoint has any, are not used: attention is dense"
-# Only Wan's distillations are recognised by what follows. The first has a transformer's width, and the size in its
-# files' names. The second has the linears of a block that every such LoRA has.
-_SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}
-_LINEARS = (
+_LINEARS = (  # of a block, in every LoRA of a distilled Wan; others are not recognised
     *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
     *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
     *("ffn.net.0.proj", "ffn.net.2"),
@@ -139,24 +136,10 @@ def ignored_parts(keys: Iterable[str]) -> list[str]:
     return [f"{count} {what}: not used, attention is dense" for what, count in counts.items() if count]
 
 
-def odd_names(paths: list[Path | None], loras: list[Lora | None], model: nn.Module) -> list[str]:
-    """Return lines on file names that contradict the files' contents, the model or the files' order.
-
-    paths, loras: one for each of the pipeline's experts, None for one without a LoRA.
-    """
-    lines = []
-    size = _SIZES.get(model.config.num_attention_heads * model.config.attention_head_dim, "of another size")
-    for path, lora in zip(paths, loras, strict=True):
-        if path is None or lora is None:
-            continue
-        rank = re.search(r"(?<!average_)rank_?(\d+)", path.stem.lower())
-        if rank and lora.ranks and int(rank[1]) not in lora.ranks:
-            lines.append(f"{path.name}: named rank {rank[1]}, but its ranks are {lora.ranks}")
-        named = re.search(r"(?<![\d.])(1\.3|5|14)b(?![a-z])", path.stem.lower())
-        if named and f"{named[1]}B" != size:
-            lines.append(f"{path.name}: named {named[1]}B, but the model is {size}")
-    if len(paths) == 2:
-        for path, expert in zip(paths, EXPERTS, strict=True):
-            if path is not None and expert not in (experts_in(path.name) or expert):
-                lines.append(f"{path.name} is taken for the {expert}-noise expert: the order is (high, low)")
-    return lines
+def swapped_files(paths: list[Path | None]) -> list[str]:
+    """Return lines on the files of two experts whose names say the other one. None stands for one without a LoRA."""
+    return [
+        f"{path.name} is taken for the {expert}-noise expert: the order is (high, low)"
+        for path, expert in zip(paths, EXPERTS, strict=True)
+        if path is not None and expert not in (experts_in(path.name) or expert)
+    ]

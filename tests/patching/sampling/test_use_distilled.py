@@ -143,8 +143,6 @@ def test_what_it_tells(tmp_path, caplog):
     source = file.save(tmp_path / "Wan2.1_14b_lightx2v_rank32.safetensors")
     with trp.use_distilled(pipe, source) as handle:
         told = str(handle).splitlines()
-    assert told[1].endswith("named rank 32, but its ranks are [64]")
-    assert told[2].endswith("named 14B, but the model is of another size")
     assert told[-1] == "  not used: diffusion_model.img_emb.proj.1.lora_up.weight (the model takes no image)"
     assert handle.unused == {
         "transformer": {"diffusion_model.img_emb.proj.1.lora_up.weight": "the model takes no image"}

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class File(NamedTuple):
-    """A LoRA file, and its contents for its transformer. None stands for an expert without a LoRA."""
+    """A LoRA file, and its contents for its transformer."""
 
-    path: Path | None
-    lora: Lora | None
+    path: Path
+    lora: Lora
 
 
 Files = dict[str, File]  # by the transformer's name in the pipeline

@@ -19,8 +19,8 @@ from ...checkpoints.recognise import (
     checkpoint_by_keys,
     ignored_parts,
     lora_claims,
-    odd_names,
     own_name,
+    swapped_files,
 )
 from ...recipes import RECIPES, SOUND_RECIPES, Recipe, find_recipe, recipe_names
 from ...scheduler import FewStepScheduler, scheduler_of
@@ -96,9 +96,8 @@ def use_distilled(
     for name, file in files.items():
         check_loadable(models[name], name, file.lora)
     if files:
-        first, *_ = models.values()
-        each = [files.get(name, File(None, None)) for name in models]
-        notes = odd_names([file.path for file in each], [file.lora for file in each], first)
+        paths = [files[name].path if name in files else None for name in models]
+        notes = swapped_files(paths) if len(paths) == 2 else []
         notes += [f"{name}: no LoRA, so its steps are not distilled" for name in models if name not in files]
     else:
         dense = [name for name, model in models.items() if not any(map(is_projection, dict(model.named_parameters())))]
