@@ -83,4 +83,4 @@ def test_a_lora_runs_beside_packed_weights_and_a_lokr_is_refused(packed, model, 
 
 def test_the_sparse_tier_is_refused(packed, capsys):
     given = ["--model", packed / "pipe", "--transformer", packed / "wan.gguf", *TINY, "--preset", "sparse"]
-    assert "wan.gguf is not a file of weights" in error_of(capsys, "verify", "a", *given)
+    assert "wan.gguf: diffusers loads GGUF files" in error_of(capsys, "verify", "a", *given)

@@ -68,6 +68,11 @@ def open_tensors(source: str | Path) -> Iterator[Tensors]:
 
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            raise ValueError(
+                f"{path}: diffusers loads GGUF files, by from_single_file of the transformer's class or turbo-rcm's "
+                "--transformer; they run in all tiers but sparse."
+            )
         if path.suffix not in SUFFIXES:
             raise ValueError(f"{path} is not a file of weights; accepted are files ending in {', '.join(SUFFIXES)}.")
         return [path]

@@ -254,13 +254,16 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
         "with --model: a transformer in place of the pipeline's, as a folder of diffusers or of turbo-rcm convert, or "
         "as a .safetensors or .gguf file; with generate also one in 8 bits, such as ComfyUI's fp8_scaled"
     )
-    parser.add_argument("--transformer", type=Path, metavar="FOLDER", help=transformer)
+    parser.add_argument("--transformer", type=Path, metavar="PATH", help=transformer)
     second = "Wan 2.2: the same for the low-noise expert, if --transformer is a file or holds one alone"
-    parser.add_argument("--transformer-2", type=Path, metavar="FOLDER", help=second)
+    parser.add_argument("--transformer-2", type=Path, metavar="PATH", help=second)
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_sampling_options(
-        parser, height="480; embedded model 160", width="832; embedded model 224", frames="81; embedded model 17"
+        parser,
+        height="480; LTX-2 512; embedded model 160",
+        width="832; LTX-2 768; embedded model 224",
+        frames="81; LTX-2 121, of the form 8k+1; embedded model 17",
     )
 
 

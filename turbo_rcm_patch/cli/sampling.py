@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+import logging
 import sys
+from collections.abc import Iterator
 
 from diffusers import DiffusionPipeline
 
 from ..patching import use_distilled, use_rcm
 from ..patching.apply import transformers_of
 from ..patching.families import pipeline_of
+from ..patching.sampling import distilled_handle
 from ..patching.sampling.use_distilled import NotRecognised
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler
@@ -103,12 +107,25 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
     longest = max((steps for steps in step_counts(arguments) if steps is not None), default=None)
     try:
         options = {"steps": longest, "classifier_free_guidance": guided}
-        tell(arguments, str(use_distilled(pipe, source, recipe, scale, **options)))
+        with _untold_twice():
+            handle = use_distilled(pipe, source, recipe, scale, **options)
+        tell(arguments, str(handle).replace("give recipe=", "give --recipe"))
     except NotRecognised:
         names = recipe_names(sound=pipeline_of(pipe).has_sound)
         option = f"--recipe: {names}" if hasattr(arguments, "recipe") else "--sigma-max, for rCM"
         own = _own_sampler(pipe, arguments.model)
         tell(arguments, f"{own}: its name and files name no few-step distillation. If it is distilled, give {option}.")
+
+
+@contextlib.contextmanager
+def _untold_twice() -> Iterator[None]:
+    """Keep `use_distilled` from logging its text, which the command prints."""
+    before = distilled_handle.logger.level
+    distilled_handle.logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        distilled_handle.logger.setLevel(before)
 
 
 def _own_sampler(pipe: DiffusionPipeline, model: str) -> str:

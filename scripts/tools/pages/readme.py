@@ -78,8 +78,8 @@ def _seconds(runs: dict, model: str) -> str:
     rivals = [_and([f"{_total(run, name):.1f}" for run in videos]) + " s" for name in (COMPILED, UNPATCHED)]
     count = videos[0]["settings"]["num_inference_steps"]
     return (
-        f" A video in {count} steps, from prompt embeddings to frames, takes {ours}, with "
-        f"`torch.compile` {rivals[0]}, in diffusers {rivals[1]}."
+        f" A video in {count} steps, from prompt embeddings to frames, takes {ours}, beside "
+        f"{rivals[0]} with `torch.compile`, {rivals[1]} in diffusers."
     )
 
 
