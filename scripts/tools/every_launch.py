@@ -433,6 +433,9 @@ def launch_block_sparse_attention() -> None:
     for head_dim, dtype in product((64, 128), (BF16, FP16)):  # with the fastest blocks
         qkv = quantized_qkv(default_v_format(DEVICE), head_dim)
         block_sparse_attention_8bit(qkv._replace(dtype=dtype), mass=0.5)
+        # Dense attention may take over, and splits the last tiles of queries along the keys.
+        qkv = quantized_qkv(default_v_format(DEVICE), head_dim, tokens=4000)
+        block_sparse_attention_8bit(qkv._replace(dtype=dtype), mass=1)
     if default_v_format(DEVICE) == FP8:
         for head_dim, (block_q, block_k) in (
             (64, (None, None)),
@@ -447,10 +450,11 @@ def launch_block_sparse_attention() -> None:
         block_sparse_attention(x, x, x, mass=0.5)
 
 
-def quantized_qkv(v_format: torch.dtype, head_dim: int) -> QuantizedQKV:
-    x = meta(2, 300, 3, head_dim, dtype=torch.int8)
-    v = meta(2, 3, head_dim, 384, dtype=FP8) if v_format == FP8 else meta(2, 300, 3, head_dim, dtype=v_format)
-    q_scale, k_scale, v_scale = (meta(2, *shape, dtype=FP32) for shape in ((300, 3), (3, 3), (3, head_dim)))
+def quantized_qkv(v_format: torch.dtype, head_dim: int, tokens: int = 300) -> QuantizedQKV:
+    groups = cdiv(tokens, 128)
+    x = meta(2, tokens, 3, head_dim, dtype=torch.int8)
+    v = meta(2, 3, head_dim, 128 * groups, dtype=FP8) if v_format == FP8 else meta(*x.shape, dtype=v_format)
+    q_scale, k_scale, v_scale = (meta(2, *shape, dtype=FP32) for shape in ((tokens, 3), (3, groups), (3, head_dim)))
     return QuantizedQKV(x, q_scale, x, k_scale, v, v_scale, BF16)
 
 

@@ -135,7 +135,11 @@ def test_parts_are_joined(device):
     out = torch.full((batch, tokens, heads, 64), 7.0, device=on, dtype=torch.float32)
     lse = torch.full((batch, heads, tokens), 7.0, device=on, dtype=torch.float32)
     partials = [torch.cat(x).float().contiguous() for x in (partial_out, partial_lse)]
-    attention_sm90.join_parts(*partials, out, lse, schedule)
+    scalar = torch.tensor(2.0, device=on)
+    attention_sm90.join_parts(*partials, out, lse, schedule, only_if=(scalar, 2.5))
+    assert (out == 7).all()
+    assert (lse == 7).all()
+    attention_sm90.join_parts(*partials, out, lse, schedule, only_if=(scalar, 2.0))
     for tile in range(tiles):
         sample, head, start = tile // 2 // heads, tile // 2 % heads, tile % 2 * rows
         got, got_lse = out[sample, start : start + rows, head], lse[sample, head, start : start + rows]

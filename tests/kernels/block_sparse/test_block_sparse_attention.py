@@ -240,9 +240,9 @@ def test_custom_op_contracts(device):
     torch.library.opcheck(ops.block_sparse_attention.default, (q, k, v, *arguments))
     qkv = in_8_bits(q, k, v)
     torch.library.opcheck(
-        ops.block_sparse_attention_8bit.default, (PORTABLE, *qkv[:6], *arguments, torch.float32, None)
+        ops.block_sparse_attention_8bit.default, (PORTABLE, *qkv[:6], *arguments, torch.float32, None, 0.5)
     )
-    scaled = (torch.float32, torch.ones(1, device=q.device))
+    scaled = (torch.float32, torch.ones(1, device=q.device), 0.5)
     torch.library.opcheck(ops.block_sparse_attention_8bit.default, (PORTABLE, *qkv[:6], *arguments, *scaled))
 
 

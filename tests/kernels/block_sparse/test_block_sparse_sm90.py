@@ -12,7 +12,7 @@ from tests.kernels import gluon_on_cpu
 from tests.kernels.block_sparse.test_block_sparse_reference import inputs as structured
 from tests.kernels.eight_bit import assert_rounded_once
 from tests.oracle import relative_error
-from turbo_rcm_patch.kernels import block_sparse_attention_8bit, block_sparse_sizes, dispatch
+from turbo_rcm_patch.kernels import attention_8bit, block_sparse_attention_8bit, block_sparse_sizes, dispatch
 from turbo_rcm_patch.kernels.attention import attention_sm90
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit_sm90
 from turbo_rcm_patch.kernels.attention_8bit.attention_8bit_reference import output_scale
@@ -141,9 +141,9 @@ class NamedBarriers:
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Runs a launcher of a module with its kernel on the CPU, as a number of programs or as many as it starts."""
+    """Runs a launcher of a module with its kernel on the CPU, as if for a GPU with so many multiprocessors."""
 
-    def run(module, launcher, *given, programs=None, seed=0):
+    def run(module, launcher, *given, programs=1, seed=0):
         launched, barriers = [], NamedBarriers()
         with monkeypatch.context() as patch:
             patch.setattr(module, "launch_kernel", lambda *given, **options: launched.append(given))
@@ -170,7 +170,7 @@ def test_hand_overs(name, seed, on_cpu):
     found = drawn_lists(qkv)
     out = torch.full(qkv.q.shape, torch.nan, dtype=torch.float16)
     out_scale = 1 / torch.arange(3.0, 3 + len(out)) if seed == 1 else None
-    on_cpu(sm90, "attention_forward", qkv, blocks_of(found, qkv), out, out_scale, seed=seed)
+    on_cpu(sm90, "attention_forward", qkv, blocks_of(found, qkv), out, out_scale, 0.5, seed=seed)
     if out_scale is not None:
         out = (out.float() * out_scale[:, None, None, None]).half()
     assert_as_good(out, qkv, found)
@@ -190,11 +190,54 @@ def test_hand_overs_without_lists(name, programs, seed, on_cpu, monkeypatch):
     out = torch.full(qkv.q.shape, torch.nan, dtype=torch.float16)
     arguments = (*qkv[:6], None, None, None, out, None)
     on_cpu(attention_8bit_sm90, "attention_forward", *arguments, programs=programs, seed=seed)
+    assert_as_good(out, qkv, all_blocks_of(qkv))
+
+
+def all_blocks_of(qkv: QuantizedQKV) -> Lists:
     B, S, H, _ = qkv.q.shape
     rows, key_blocks = (B, H, -(-S // BLOCK_Q)), -(-S // BLOCK_K)
     all_blocks = torch.arange(key_blocks, dtype=torch.int32).expand(*rows, key_blocks)
     counts = torch.full(rows, key_blocks, dtype=torch.int32)
-    assert_as_good(out, qkv, Lists(all_blocks, counts, torch.zeros(*rows, key_blocks), torch.ones(rows)))
+    return Lists(all_blocks, counts, torch.zeros(*rows, key_blocks), torch.ones(rows))
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_the_mean_count_chooses_one_of_two_launches(above, on_cpu, monkeypatch):
+    whole = functools.partial(attention_sm90.Schedule, parts=1)
+    monkeypatch.setattr(attention_8bit_sm90, "make_schedule", lambda tiles, *_: whole(tiles, tiles))
+    qkv = in_8_bits(*SHAPES["cut blocks"], torch.float16)
+    found = drawn_lists(qkv)
+    mean_share = found.counts.float().mean().item() / found.block_map.shape[3]
+    monkeypatch.setattr(sm90, "dense_share", lambda *_: mean_share - 0.01 if above else mean_share + 0.01)
+    launched = []
+    dense, sparse = torch.full((2, *qkv.q.shape), torch.nan, dtype=torch.float16)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_8bit_sm90, "attention_forward", lambda *given: launched.append(given))
+        on_cpu(sm90, "attention_forward", qkv, blocks_of(found, qkv), sparse, None, 1.0)
+    ((*operands, out, out_scale, dense_if),) = launched
+    assert out is sparse
+    on_cpu(attention_8bit_sm90, "attention_forward", *operands, dense, out_scale, dense_if, programs=3)
+    written, untouched = (dense, sparse) if above else (sparse, dense)
+    assert untouched.isnan().all()
+    assert_as_good(written, qkv, all_blocks_of(qkv) if above else found)
+
+
+def test_there_is_one_launch_if_mass_is_too_low_for_so_many_blocks(on_cpu, monkeypatch):
+    monkeypatch.setattr(attention_8bit_sm90, "attention_forward", None)
+    qkv = in_8_bits(*SHAPES["whole blocks"], torch.float16)
+    found = all_blocks_of(qkv)
+    out = torch.full(qkv.q.shape, torch.nan, dtype=torch.float16)
+    on_cpu(sm90, "attention_forward", qkv, blocks_of(found, qkv), out, None, 0.9)
+    assert_as_good(out, qkv, found)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "least", "most"),
+    [(12, 32760, 0.9, 0.94), (40, 75600, 0.95, 0.99), (12, 7800, 0.9, 0.9), (1, 1, 0.9, 0.9)],
+)
+def test_longer_sequences_are_dense_from_a_larger_share_on(heads, tokens, least, most):
+    share = sm90.dense_share(heads * -(-tokens // BLOCK_Q), -(-tokens // BLOCK_K), 132)
+    assert least <= share <= most
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,10 +269,11 @@ def test_matches_the_oracle_as_well_as_the_definition(name, dtype, mass, sm_90, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mass", [0.5, 1.0])
 @pytest.mark.parametrize("name", SHAPES | LARGE)
-def test_e4m3_results(name, sm_90, taken):
+def test_e4m3_results(name, mass, sm_90, taken):
     qkv = in_8_bits(*(SHAPES | LARGE)[name], torch.float16, "cuda")
-    wide, result = (block_sparse_attention_8bit(qkv, mass=0.5, result=dtype) for dtype in (None, FP8))
+    wide, result = (block_sparse_attention_8bit(qkv, mass=mass, result=dtype) for dtype in (None, FP8))
     assert len(taken) == 2
     assert_rounded_once(result, wide)
 
@@ -253,16 +297,45 @@ def checked_lists(blocks: Blocks, qkv: QuantizedQKV, mass: float) -> Lists:
 
 
 @pytest.mark.gpu
+def test_dense_attention_takes_over_where_nearly_all_blocks_are_kept(sm_90):
+    """A CUDA graph decides anew each time. Mass 0.98 keeps 98 % of the blocks of random values."""
+    shape = LARGE["more tiles than multiprocessors"]
+    calls = {mass: functools.partial(block_sparse_attention_8bit, mass=mass) for mass in (0.98, 1.0)}
+    spread = [3 * x if i == 0 else x for i, x in enumerate(structured(*shape, torch.float32))]
+    even = [*torch.randn(3, *shape)]
+    sharp, flat = (
+        quantize_qkv(*(x.to("cuda", torch.bfloat16).flatten(2) for x in qkv), heads=shape[2], v_format=FP8)
+        for qkv in (spread, even)
+    )
+    given = QuantizedQKV(*(x.clone() for x in sharp[:6]), sharp.dtype)
+    for call in calls.values():
+        call(given)
+    graphs = {mass: torch.cuda.CUDAGraph() for mass in calls}
+    outs = {}
+    for mass, graph in graphs.items():
+        with torch.cuda.graph(graph):
+            outs[mass] = calls[mass](given)
+    for qkv in (sharp, flat, sharp):
+        for target, source in zip(given[:6], qkv[:6], strict=True):
+            target.copy_(source)
+        dense = attention_8bit(given)
+        for mass, graph in graphs.items():
+            graph.replay()
+            assert torch.equal(outs[mass], calls[mass](given))
+            assert torch.equal(outs[mass], dense) == (mass == 1 or qkv is flat)
+
+
+@pytest.mark.gpu
 def test_writes_nothing_behind_the_result(sm_90):
     qkv = in_8_bits(2, 200, 2, 128, torch.bfloat16, "cuda")
     found = Lists(*(x.cuda() for x in drawn_lists(qkv)))
     memory = torch.full((2, *qkv.q.shape), 7.0, dtype=torch.bfloat16, device="cuda")
-    sm90.attention_forward(qkv, blocks_of(found, qkv), memory[0], None)
+    sm90.attention_forward(qkv, blocks_of(found, qkv), memory[0], None, 0.5)
     assert (memory[1] == 7).all()
     assert_as_good(memory[0], qkv, found)
     in_e4m3 = memory.to(FP8).fill_(7.0)
     out_scale = output_scale(qkv.v_scale)
-    sm90.attention_forward(qkv, blocks_of(found, qkv), in_e4m3[0], out_scale)
+    sm90.attention_forward(qkv, blocks_of(found, qkv), in_e4m3[0], out_scale, 0.5)
     assert (in_e4m3[1].float() == 7).all()
     out = in_e4m3[0].float() * out_scale[:, None, None, None]
     assert (out - memory[0].float()).abs().max() <= out.abs().max() / 15  # e4m3 rounds by 1/16 at most

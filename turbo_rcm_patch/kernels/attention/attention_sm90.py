@@ -110,32 +110,38 @@ class Schedule:
     whole: int
     parts: int
 
+    def time(self, key_tiles: int, multiprocessors: int) -> int:
+        """Return the estimated time of all items and of joining their parts, in units of the time for one tile of
+        keys."""
+        time = cdiv(self.whole, multiprocessors) * (key_tiles + ITEM_COST)
+        if self.parts > 1:
+            rounds = cdiv(self.items - self.whole, multiprocessors)
+            time += rounds * (cdiv(key_tiles, self.parts) + ITEM_COST) + JOIN_COST
+        return time
+
 
 @functools.lru_cache
 def make_schedule(tiles: int, key_tiles: int, multiprocessors: int) -> Schedule:
     """Return the schedule whose last program ends earliest, by splitting tiles of queries along the keys."""
     whole = tiles // multiprocessors * multiprocessors
-
-    def time_of_rest(parts: int) -> int:
-        rounds = cdiv((tiles - whole) * parts, multiprocessors)
-        return rounds * (cdiv(key_tiles, parts) + ITEM_COST) + (JOIN_COST if parts > 1 else 0)
-
+    schedules = [Schedule(tiles, tiles, 1)]
+    for parts in range(2, min(MAX_PARTS, key_tiles) + 1):
+        schedules.append(Schedule(whole + (tiles - whole) * parts, whole, parts))
     # min() takes the fewest parts among equally fast ones. So no part is empty: leaving it out would be as fast.
-    parts = min(range(1, min(MAX_PARTS, key_tiles) + 1), key=time_of_rest)
-    if parts == 1:
-        return Schedule(tiles, tiles, 1)
-    return Schedule(whole + (tiles - whole) * parts, whole, parts)
+    return min(schedules, key=lambda schedule: schedule.time(key_tiles, multiprocessors))
 
 
 @triton.jit(do_not_specialize=["tokens", "whole", "parts"])
 def _join_kernel(
-    partial_out, partial_lse, out, lse, tokens, heads, whole, parts,
+    partial_out, partial_lse, out, lse, scalar, least, tokens, heads, whole, parts,
     residual, residual_stride_b, residual_stride_s, residual_stride_h,
     c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
     SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program joins BLOCK queries of one tile: it weights the parts' outputs, each a softmax of its own, by their
-    sums. With a residual it adds the skip."""
+    sums. With a residual it adds the skip. It does nothing if a scalar is given and is below ``least``."""
+    if scalar is not None and tl.load(scalar) < least:
+        return
     first_part = tl.program_id(0).to(tl.int64) * parts
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, HEAD_DIM)
@@ -191,9 +197,11 @@ def skip_arguments(
     return *pointers_and_strides, skip_kind, out_kind
 
 
-def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule, skip: tuple = skip_arguments()) -> None:
+def join_parts(
+    partial_out, partial_lse, out, lse, schedule: Schedule, skip: tuple = skip_arguments(), only_if=(None, None)
+) -> None:
     """Complete out [B, S, H, D] and lse [B, H, S] from parts [parts of all tiles, rows, D] and [.., rows]. skip: the
-    result of `skip_arguments`."""
+    result of `skip_arguments`. only_if: a scalar in fp32 and a number; nothing is written if the scalar is below it."""
     _, rows, head_dim = partial_out.shape
     _, tokens, heads, _ = out.shape
     tiles = (schedule.items - schedule.whole) // schedule.parts
@@ -204,6 +212,7 @@ def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule, skip: tup
         partial_lse,
         out,
         lse,
+        *only_if,
         tokens,
         heads,
         schedule.whole,

@@ -49,12 +49,14 @@ def attention_forward(
     c_out: torch.Tensor | None,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
+    only_if: tuple[torch.Tensor, float] | tuple[None, None] = (None, None),
 ) -> None:
     """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] if given.
 
     q to v_scale: the tensors of a QuantizedQKV that `why_not` accepts. residual: [B, S, H, D] with any strides, or
         None.
     c_skip, c_out: canonical coefficients (coefficient.py). out: [B, S, H, D], packed.
+    only_if: a scalar in fp32 and a number. If the scalar is below the number, nothing is written.
     """
     skip = skip_arguments(residual, c_skip, c_out)
     batch, tokens, heads, head_dim = q.shape
@@ -85,11 +87,12 @@ def attention_forward(
         schedule.whole,
         schedule.parts,
         *(None,) * 4,  # no block-sparse lists
+        *only_if,
         *skip,
         num_warps=4,
     )
     if schedule.parts > 1:
-        join_parts(partial_out, partial_lse, out, None, schedule, skip)
+        join_parts(partial_out, partial_lse, out, None, schedule, skip, only_if)
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -51,7 +51,7 @@ LOG2_LARGEST = gl.constexpr(8.807354922057604)  # log2 of 448
 @jit(do_not_specialize=["tokens", "heads", "items", "whole", "parts"])
 def attention_8bit_kernel(
     q, q_scale, k, k_scale, v, v_scale, out, out_scale, partial_out, partial_lse, tokens, heads, items, whole, parts,
-    block_map, counts, kept_share, left_value,
+    block_map, counts, kept_share, left_value, mean_count, dense_from,
     residual, residual_stride_b, residual_stride_s, residual_stride_h,
     c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
     SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
@@ -72,7 +72,13 @@ def attention_8bit_kernel(
     counts: the length of each list. kept_share: the factor of its attention output. Both are shaped like block_map
         without the last dimension.
     left_value: [B, H, ..., D], added to the output after the factor (block_sparse_reference.py).
+
+    mean_count: the mean of counts, a scalar in fp32, if attention is launched twice: with lists and without. From a
+        mean of ``dense_from`` on, the launch with lists does nothing, and below it the one without. Else None.
     """
+    if mean_count is not None:
+        is_dense = gl.load(mean_count) >= dense_from
+        items = gl.where(is_dense, items, 0) if block_map is None else gl.where(is_dense, 0, items)
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], k.layout)

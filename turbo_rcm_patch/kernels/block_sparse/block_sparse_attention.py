@@ -72,7 +72,8 @@ def block_sparse_attention_8bit(
 ) -> torch.Tensor | Quantized:
     """Return block-sparse attention of 8-bit q, k and v from quantize_qkv: [B, S, H, D] in their original dtype.
 
-    mass: the estimated share of the attention that the kept blocks hold, above 0 and at most 1.
+    mass: the estimated share of the attention that the kept blocks hold, above 0 and at most 1. On sm_90 attention is
+        dense where nearly all blocks would be kept, which is faster there.
     block_q, block_k: tokens of a block of queries and of keys. Give both or neither. Without them the sizes are the
         fastest for this device (`block_sparse_sizes`). On sm_90 the kernels also take blocks of 192 queries and 128
         keys.
@@ -175,7 +176,7 @@ def _fused_8bit(attend, qkv, mass, block_q, block_k, result, out_scale):
     means = pool_parts(values, None, tokens, block_k, block_k, 1, torch.float32)
     left_value = found.left @ (means * v_scale[:, :, None])
     lists = (found.block_map, found.counts, found.kept_share, left_value)
-    return attend(*qkv[:6], *lists, block_q, block_k, result, out_scale)
+    return attend(*qkv[:6], *lists, block_q, block_k, result, out_scale, mass)
 
 
 def _by_reference(q, k, v, mass, block_q, block_k):
@@ -229,6 +230,7 @@ def _block_sparse_attention_8bit(
     block_k: int,
     dtype: torch.dtype,
     out_scale: torch.Tensor | None,
+    mass: float,
 ) -> torch.Tensor:
     return q8.new_empty(q8.shape, dtype=dtype)
 
@@ -249,12 +251,13 @@ def _launch_8bit(
     block_k,
     dtype,
     out_scale,
+    mass,
 ):
     out = q8.new_empty(q8.shape, dtype=dtype)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, dtype)
     blocks = portable.Blocks(block_map, block_q, block_k, counts, kept_share, left_value)
     if gluon:
-        sm90.attention_forward(qkv, blocks, out, out_scale)
+        sm90.attention_forward(qkv, blocks, out, out_scale, mass)
     else:
         portable_8bit.sparse_attention_forward(qkv, None, blocks, None, out, out_scale)
     return out
