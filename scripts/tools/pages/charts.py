@@ -142,18 +142,29 @@ def _steps_of(run: dict) -> dict[str, Step]:
     }
 
 
+def runs_of_tiers(runs: dict) -> dict[str, dict[str, dict[str, Step]]]:
+    """Return, by model and tier, the steps of the variants in the tier's own run.
+
+    The exact tier has those of another tier's run if it has none of its own.
+    """
+    models: dict[str, dict[str, dict[str, Step]]] = {}
+    for name, variants in steps_by_tier(runs).items():
+        model, own = models.setdefault(title_of(runs[name]), {}), tier_of_run(runs[name])
+        for tier in (own, EXACT.name):
+            if tier in variants and (tier == own or tier not in model):
+                model[tier] = variants
+    return models
+
+
 def speedups_by_tier(runs: dict) -> dict[str, dict[str, float]]:
     """Return how many times as fast as torch.compile a step is, by model and tier, each from the tier's own run.
 
     Models and tiers have an order: models with all layers first, then those with the most tiers; the tiers as in TIERS.
     """
-    speedups: dict[str, dict[str, float]] = {}
-    for name, variants in steps_by_tier(runs).items():
-        model = speedups.setdefault(title_of(runs[name]), {})
-        own, compiled = tier_of_run(runs[name]), variants[COMPILED].milliseconds
-        for tier in (own, EXACT.name):
-            if tier in variants and (tier == own or tier not in model):
-                model[tier] = compiled / variants[tier].milliseconds
+    speedups = {
+        model: {tier: run[COMPILED].milliseconds / run[tier].milliseconds for tier, run in tiers.items()}
+        for model, tiers in runs_of_tiers(runs).items()
+    }
     ordered = sorted(speedups.items(), key=lambda item: ("layers)" in item[0], -len(item[1])))
     return {model: {tier: tiers[tier] for tier in TIERS if tier in tiers} for model, tiers in ordered}
 

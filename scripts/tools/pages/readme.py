@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from scripts.tools.pages.charts import (
     frames_of,
     name_of,
+    runs_of_tiers,
     speedups_by_tier,
-    steps_by_tier,
     tier_of_run,
     title_of,
     whole_videos,
@@ -93,13 +93,13 @@ def _and(parts: list[str]) -> str:
 
 def tiers_table(runs: dict) -> str:
     """Return a row for each tier, with the range of each figure over the models that ran in it."""
-    found = list(steps_by_tier(runs).values())
+    models = runs_of_tiers(runs).values()
     rows = []
     for tier in TIERS:
-        steps = [variants[tier] for variants in found if tier in variants]
-        compiled = [variants[COMPILED] for variants in found if tier in variants]
-        if not steps:
+        found = [tiers[tier] for tiers in models if tier in tiers]
+        if not found:
             continue
+        steps, compiled = ([variants[name] for variants in found] for name in (tier, COMPILED))
         ratios = [one.milliseconds / ours.milliseconds for one, ours in zip(compiled, steps, strict=True)]
         memory = [ours.peak / one.peak for one, ours in zip(compiled, steps, strict=True) if ours.peak is not None]
         errors = [ours.error for ours in steps if ours.error is not None]
@@ -107,7 +107,7 @@ def tiers_table(runs: dict) -> str:
         error = _range(errors, _percent) if errors else "the model's own: `verify`"
         use = USES[tier].format(factor=EXACT.limits.factor, tokens=PRESETS["block_sparse"].min_tokens)
         rows.append([name, _range(ratios, _times), _range(memory, _times) if memory else "", error, use])
-    unpatched = [variants[UNPATCHED].error for variants in found if UNPATCHED in variants]
+    unpatched = [run[UNPATCHED].error for tiers in models for run in tiers.values() if UNPATCHED in run]
     return table_of([*TIERS_HEADER[:3], _error_header(unpatched), *TIERS_HEADER[4:]], rows)
 
 

@@ -74,7 +74,7 @@ def test_tiers_are_compared_with_the_compiled_step_of_their_own_run():
     assert charts.one_of_each_model({**speedups, **whole}) == speedups
     lines = readme.tiers_table(runs).splitlines()
     assert "| error of a step to fp32; unpatched 3.0 % |" in lines[0]
-    assert lines[2].startswith('| `"exact"`, the default | 1.20× to 1.60× | 1.00× | 1.0 % |')
+    assert lines[2].startswith('| `"exact"`, the default | 1.20× to 1.25× | 1.00× | 1.0 % |')
     assert lines[4].startswith('| `"sparse"` | 8.00× | 1.00× | 2.0 % |')
     assert len(lines) == 5
 
