@@ -70,10 +70,8 @@ class PeftConfig:
                     "with the tool that trained it, and load that model"
                 )
         self._numbers = ("alpha", "r") if self._fields.get("peft_type") in _LYCORIS else _NUMBERS
-        for name in self._numbers:
-            self._check_number(name, self._fields.get(name))
-        for name in _PATTERNS:
-            self._check_pattern(name, self._fields.get(name) or {})
+        if not self._has_numbers():
+            raise ValueError(f"{place} has an alpha or a rank that is no number; download the file again")
         known = {*self._numbers, *_PATTERNS, *_PLAIN, *_WITHOUT_EFFECT}
         self.unknown = [f"{place}: {name}" for name, value in self._fields.items() if name not in known and value]
 
@@ -102,21 +100,14 @@ class PeftConfig:
         found = (value for end, value in patterns.items() if any(_matches(end, name) for name in names))
         return next(found, self._fields.get(default))
 
-    def _check_number(self, name: str, value: object) -> None:
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{self._place} has {name}={json.dumps(value)}, which is not a number")
-
-    def _check_pattern(self, name: str, patterns: object) -> None:
-        if not isinstance(patterns, dict):
-            raise ValueError(f"{self._place} has {name}={json.dumps(patterns)}, which is no table of names and numbers")
-        for end, value in patterns.items():
-            self._check_number(f"{name}[{end!r}]", value)
-            try:
-                _matches(end, "")
-            except re.error:
-                raise ValueError(f"{self._place} has {name}[{end!r}], which is no regular expression") from None
+    def _has_numbers(self) -> bool:
+        """True if all alphas and ranks are finite numbers, and those of some modules have patterns that can match."""
+        try:
+            tables = [self._fields.get(name) or {} for name in _PATTERNS]
+            some = [value for table in tables for end, value in table.items() if re.compile(end)]
+            return all(map(math.isfinite, filter(None, [*some, *map(self._fields.get, self._numbers)])))
+        except (AttributeError, TypeError, re.error):
+            return False
 
 
 def _fields(place: str, text: str) -> dict[str, object]:
