@@ -2,7 +2,6 @@
 
 import filecmp
 import functools
-from dataclasses import replace
 from types import MethodType
 
 import pytest
@@ -14,7 +13,6 @@ from tests.oracle import relative_error
 from tests.patching.pairs import attributes_of, every_family, output_of, variants
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.families.family import Family
 
@@ -221,15 +219,6 @@ def test_a_block_that_is_in_a_model_twice(preset):
     assert "3 blocks" in patch.summary()
     patch.restore()
     assert torch.equal(output_of("wan", model), before)
-
-
-@pytest.mark.parametrize("keep", ["blocks.0", "blocks.1", "blocks.2.ffn"])
-def test_a_part_that_is_in_a_model_twice_is_kept_by_each_of_its_paths(keep):
-    model = tiny_family_transformer("wan", layers=3)
-    model.blocks[2].ffn = model.blocks[1].ffn = model.blocks[0].ffn
-    with trp.patch(model, replace(PRESETS["quantized"], keep=(keep,))):
-        assert type(model.blocks[0].ffn.net[2].weight) is torch.nn.Parameter
-        assert type(model.blocks[0 if keep == "blocks.1" else 1].attn1.to_q.weight) is not torch.nn.Parameter
 
 
 def test_restore_through_a_compiled_wrapper():

@@ -134,6 +134,14 @@ def test_projections_fused_later_are_those_of_the_originals(model):
     assert relative_error(output_of(model), output_of(tiny_wan_transformer())) <= ERROR
 
 
+def test_a_weight_that_two_linears_share_stays_as_it_is(model):
+    first, second = (block.attn1.to_q for block in model.blocks)
+    second.weight = first.weight
+    with trp.patch(model, CONFIG):
+        assert len(quantized_linears(model)) == 2 * PER_BLOCK - 2
+        assert first.weight is second.weight
+
+
 def test_what_kernels_ask(model):
     trp.patch(model, CONFIG)
     linear = model.blocks[0].ffn.net[0].proj

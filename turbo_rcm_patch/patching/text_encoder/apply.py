@@ -14,7 +14,7 @@ from ..copying import reduce_ex
 from ..errors import PatchError
 from ..journal import Journal, bind
 from ..restoring import Handle, check_restorable
-from ..weights.convert import free_originals, load_state_dict, weights_note
+from ..weights.convert import free_originals, load_state_dict, shared_parameters, weights_note
 from ..weights.weight_only import GROUP, WeightOnlyLinear, convert_in_groups
 from .forward import GRAPHS, KEPT, block_forward, encoder_forward, stack_forward
 from .graph import EncoderGraphs
@@ -138,9 +138,7 @@ def linears_to_store(encoder: nn.Module) -> list[nn.Linear]:
     """Return the linears of an encoder whose weights can be stored in 8 bits: plain ones with weights of their own."""
     linears = [m for m in encoder.modules() if type(m) is nn.Linear and type(m.weight) is nn.Parameter]
     linears = [m for m in linears if m.weight.is_floating_point() and m.weight.numel() and m.in_features % GROUP == 0]
-    found = set(linears)
-    others = (m for m in encoder.modules() if m not in found)
-    shared = {id(parameter) for module in others for parameter in module._parameters.values()}
+    shared = shared_parameters(encoder)
     return [linear for linear in linears if id(linear.weight) not in shared]
 
 

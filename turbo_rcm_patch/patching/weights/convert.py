@@ -6,6 +6,7 @@ originals stay on the CPU, or are freed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -71,26 +72,25 @@ def convertible_linears(
     """
     if not config.in_8_bits("linears"):
         return {}
-    paths: dict[nn.Module | None, list[str]] = {}  # several if a block or its part is in the model twice
+    found: dict[nn.Module | None, str] = {}
     for path, block, name, sub_layer in linears:
         if sub_layer in config.fuse:
-            paths.setdefault(_linear_in(block, name), []).append(f"{path}.{name}")
-    for linear, (path, *_) in paths.items():
+            found.setdefault(_linear_in(block, name), f"{path}.{name}")
+    for linear, path in found.items():
         if type(linear) is nn.Linear and getattr(linear, "weight", None) is None:
             raise PatchError(f"cannot patch: {path} has no weight; load the model's weights first.")
-    found = {
-        first: linear
-        for linear, (first, *others) in paths.items()
-        if _is_plain(linear) and not any(keeps_weights(path, config.keep) for path in (first, *others))
+    shared = shared_parameters(transformer)
+    return {
+        path: linear
+        for linear, path in found.items()
+        if _is_plain(linear) and id(linear.weight) not in shared and not keeps_weights(path, config.keep)
     }
-    read = _read_elsewhere(transformer, set(found.values()))
-    return {path: linear for path, linear in found.items() if id(linear.weight) not in read}
 
 
-def _read_elsewhere(transformer: nn.Module, linears: set[nn.Module]) -> set[int]:
-    """Return the ids of the parameters that modules beside these linears read: tied weights stay as they are."""
-    others = (module for module in transformer.modules() if module not in linears)
-    return {id(parameter) for module in others for parameter in module._parameters.values()}
+def shared_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that several modules have: tied weights stay as they are."""
+    counts = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    return {parameter for parameter, count in counts.items() if count > 1}
 
 
 def _linear_in(block: nn.Module, name: str) -> nn.Module | None:
@@ -123,16 +123,14 @@ def convert_weights(journal: Journal, linears: dict[str, nn.Linear], rows_known:
     """Put the weights of linears in 8 bits, one after the other; the originals go to the CPU.
 
     rows_known: how a linear's path ends if the largest value of each row of its input is known.
-    Linears with tied weights get an 8-bit weight each. `restore` ties the originals again.
 
     Raises ValueError, before anything is changed, where weights are on the meta device.
     """
     missing = [path for path, linear in linears.items() if linear.weight.is_meta]
     if missing:
         raise ValueError(f"{missing[0]}.weight is on the meta device; load its values first, or use load_converted.")
-    devices = {path: linear.weight.device for path, linear in linears.items()}  # before a tied weight goes to the CPU
     for path, linear in linears.items():
-        device = devices[path]
+        device = linear.weight.device
         format = format_for(capability_of(device), rows_known=path.endswith(rows_known))
         put_in_8_bits(journal, linear, convert(linear.weight, format, device))
 
