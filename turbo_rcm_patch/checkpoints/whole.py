@@ -296,8 +296,12 @@ def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: list[str]) -
 
 def cast(weight: Weight, like: torch.Tensor) -> torch.Tensor:
     """Return a weight in its parameter's dtype and on its device, or on the CPU for a meta parameter."""
-    device = torch.device("cpu") if like.is_meta else like.device
-    return weight.load().to(device=device, dtype=like.dtype)
+    return weight.load().to(device=device_of(like), dtype=like.dtype)
+
+
+def device_of(parameter: nn.Parameter) -> torch.device:
+    """Return a parameter's device, or the CPU for one on the meta device."""
+    return torch.device("cpu") if parameter.is_meta else parameter.device
 
 
 def copy_into(model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import nn
 
 from ...checkpoints.files import COMPONENTS, Source, is_published
-from ...checkpoints.whole import fill_buffers
+from ...checkpoints.names import owner_in
+from ...checkpoints.whole import device_of, fill_buffers
 from ...config import Exact, PatchConfig, Quantized, Sparse, resolve_config
 from ...keep_list import keeps_weights
 from ...kernels.quantized import FP8, INT8, QuantizedWeight
@@ -94,7 +95,7 @@ def load_converted(
         raise PatchError(f"cannot load: {error}") from None
 
     def load(journal: Journal, name: str, model: nn.Module) -> None:
-        where = torch.device(device) if device is not None else _device_of(model)
+        where = torch.device(device) if device is not None else device_of(next(model.parameters()))
         stored[name].load(journal, model, where)
         if isinstance(config, Sparse):
             use_processors(journal, family_of(model).self_attentions(model), config)
@@ -160,11 +161,6 @@ def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Pat
     return folders
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    device = next(model.parameters()).device
-    return torch.device("cpu") if device.type == "meta" else device
-
-
 class _Stored:
     """A folder's weights, checked to fit a model. Raises ValueError with everything that does not fit."""
 
@@ -204,6 +200,7 @@ class _Stored:
 
     def load(self, journal: Journal, model: nn.Module, device: torch.device) -> None:
         """Set all tensors on the model, one after the other."""
+        modules = dict(model.named_modules())
         dtype = self._kinds[f"{family_of(model).first_layer}.weight"].dtype
         with safe_open(self._file, framework="pt", device=str(device)) as file:
             for name, kind in self._kinds.items():
@@ -216,17 +213,12 @@ class _Stored:
                     weight = (file.get_tensor(path + end) for end in (WEIGHT, SCALE, NORM))
                     put_in_8_bits(journal, linear, QuantizedWeight(*weight))
                 elif not name.endswith((SCALE, NORM)):
-                    module, own = _owner(model, name)
+                    module, own = owner_in(modules, name)
                     value = nn.Parameter(file.get_tensor(name), module._parameters[own].requires_grad)
                     journal.set_parameter(module, own, value)
             projections = by_attention({name: file.get_tensor(name) for name in self._projections})
             add_projections(journal, family_of(model).self_attentions(model), projections)
         fill_buffers(model, device)
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, own = name.rpartition(".")
-    return model.get_submodule(path), own
 
 
 def _config_differences(stored: dict, model: nn.Module) -> list[str]:

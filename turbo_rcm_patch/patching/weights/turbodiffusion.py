@@ -14,7 +14,7 @@ from torch import nn
 from ...checkpoints.files import COMPONENTS, Source
 from ...checkpoints.lazy import open_tensors
 from ...checkpoints.names import modules_of
-from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, fill_buffers, parameters_of
+from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, device_of, fill_buffers, parameters_of
 from ...config import Exact, PatchConfig, Sparse, resolve_config
 from ..apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
 from ..families import family_of, weights_in
@@ -104,7 +104,7 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
     """Put a file's weights into a model, and change what the tier changes."""
     family = family_of(model)
     linears = convertible_linears(model, family.linears(model), config)
-    placed = {f"{path}.weight": (linear, _device_of(linear.weight)) for path, linear in linears.items()}
+    placed = {f"{path}.weight": (linear, device_of(linear.weight)) for path, linear in linears.items()}
     unchanged = {name: each for name, each in placed.items() if _takes(each[1], file.weights[name])}
     written.write((own, cast(weight, like)) for own, weight, like in _weights_for(file, model) if own not in unchanged)
     for name, (linear, device) in unchanged.items():
@@ -117,11 +117,6 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
     # The makers of a file in 8 bits chose which layers stay in 16.
     wide = [path for path in linears if file.quantized and f"{path}.weight" not in file.quantized]
     replace_computation(journal, model, replace(config, keep=(*config.keep, *wide)) if wide else config)
-
-
-def _device_of(parameter: nn.Parameter) -> torch.device:
-    """Return a parameter's device, or the CPU for one on the meta device."""
-    return torch.device("cpu") if parameter.is_meta else parameter.device
 
 
 def _takes(device: torch.device, weight: Weight) -> bool:
