@@ -86,24 +86,6 @@ def test_the_script_measures_every_layer_at_the_first_and_last_step(monkeypatch)
     assert not any(block._forward_pre_hooks for block in pipe.transformer.blocks)
 
 
-def test_the_page_shows_each_mass_and_each_layer():
-    layers = [{"block": "blocks.0", "step": 1, "kept": 0.25, "error": 0.125}]
-    layers.append({"block": "blocks.0", "step": 4, "kept": 0.75, "error": 0.0625})
-    accuracy = {"overall": {"share": 0.96, "standard_error": 0.01}}
-    change = {"share": -0.015, "standard_error": 0.005}
-    row = {"variant": "mass 0.9", "layers": layers, "accuracy": accuracy, "change": change, "psnr_to_exact": 41.26}
-    settings = {"n": 6, "steps": 4, "blocks": [16, 16], "dtype": "float32"}
-    measured = {"settings": settings, "exact": {"accuracy": accuracy}, "variants": [row]}
-    page = block_sparsity_page({**measured, "environment": {"gpu": "GPU X"}}, "x.json")
-    assert "| mass 0.9 | 50 | 25 to 75 | 9.4e-02 | 1.2e-01 | 96.0 ± 1.0 | -1.5 ± 0.5 | 41.3 |  |" in page
-    assert "Times dense" not in page
-    assert "| `blocks.0`, step 4 | 75 %, 6.2e-02 |" in page
-    assert "6 held-out captions ask for" in page
-    assert "(float32 on GPU X, nothing in 8 bits)" in page
-    assert "(float32 on a CPU, " in block_sparsity_page({**measured, "environment": {"gpu": None}}, "x.json")
-    assert "`x.json`" in page
-
-
 def test_the_page_shows_how_fast_each_mass_is_where_it_was_timed():
     layers = [{"block": "blocks.0", "step": 1, "kept": 0.25, "error": 0.125}]
     accuracy = {"overall": {"share": 0.96, "standard_error": 0.01}}

@@ -47,21 +47,6 @@ def judged_block_sparse(n=6):
     return {"settings": {"n": n}, "environment": {"gpu": None}, "exact": exact, "variants": variants}
 
 
-TIERS = [
-    "|---|---|---|---|---|---|",
-    "| GPU X | 77 | unpatched | 90.0 ± 1.2 | 98.0 ± 1.2 | 41.00 |",
-    "|  |  | exact | 91.0 ± 1.2 | 99.0 ± 1.2 |  |",
-    "|  |  | quantized | 89.0 ± 1.2 | 97.0 ± 1.2 | 44.50 |",
-    "|  |  | unpatched fp32 |  | 96.0 ± 1.2 | 45.00 |",
-    "| a CPU | 24 | exact | 90.0 ± 1.2 |  |  |",
-    "|  |  | sparse (SLA) in fp32, 10 % of the key blocks | 50.0 ± 1.2 | 75.0 ± 1.2 | 21.00 |",
-    "|  |  | sparse (SLA) in fp32, 20 % of the key blocks |  | 85.0 ± 1.2 | 22.00 |",
-    "| a CPU | 6 | exact |  | 100.0 ± 1.2 |  |",
-    "|  |  | block_sparse in fp32, mass 0.9 |  | 80.0 ± 1.2 | 22.25 |",
-    "|  |  | block_sparse in fp32, mass 0.9, first step exact |  | 90.0 ± 1.2 | 30.00 |",
-]
-
-
 def attention_rows(sizes="12×32760×128"):
     def row(case, best, **milliseconds):
         timings = {name.replace("_", " "): {"milliseconds": time} for name, time in milliseconds.items()}

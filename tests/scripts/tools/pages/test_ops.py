@@ -48,22 +48,3 @@ def test_ops_become_a_table_that_marks_what_is_missed():
     dense = {**result, "timings": {**timings, "rival A": timing(2.0, None)}}
     table = ops.ops_table({"results": [dense], "rounds": 7, "copy_bandwidth": 4e12})
     assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 |" in table  # ours alone
-
-
-def test_traffic_becomes_a_table():
-    eager = {"name": "eager", "read": 2e9, "written": 1e9, "passes": 30.04, "refused": None, "error": 0.00123}
-    refused = {"name": "fused", "refused": "wrong"}
-    settings = {"case": "Wan block", "config": "wan2.1-1.3b", "tokens": 10, "dim": 4}
-    table = ops.traffic_table([{"settings": settings, "pass_bytes": 80, "implementations": [eager, refused]}])
-    assert "| Wan block of wan2.1-1.3b, 10×4 | eager | 2000 | 1000 | 30.0 | 1.2e-03 |" in table
-    assert "|  | fused |  |  | refused |  |" in table
-
-
-def test_implementations_become_a_row_per_size_dtype_and_mode():
-    size = {"B": 4, "N": 16, "C": 64, "dtype": "bfloat16", "mode": "forward"}
-    two_pass = {**size, "implementation": "two_pass", "latency": 2e-3, "speedup": 1.0, "status": "ok"}
-    fused = {**size, "implementation": "fused", "latency": 1e-3, "speedup": 2.0, "status": "ok"}
-    naive = {**size, "implementation": "naive", "latency": None, "speedup": None, "status": "left out"}
-    table = ops.implementations_table({"rows": [two_pass, fused, naive]})
-    assert "| samples×tokens×channels | two_pass, ms | fused | naive |" in table
-    assert "| 4×16×64, bfloat16, forward | 2.000 | 2.00× | left out |" in table

@@ -94,16 +94,6 @@ def test_a_variant_that_was_not_run_says_so():
     assert "| quantized | 900 | 600 | not run | 500 |" in table
 
 
-def test_steps_of_all_tiers_are_in_the_short_tables():
-    runs = {"exact": step_run("exact", compiled=0.6, patched=0.5)}
-    for tier in ("quantized", "sparse", "block_sparse"):
-        runs[tier] = step_run(tier, compiled=0.6, patched=0.1)
-        runs[tier]["settings"]["preset"] = tier
-    lines = steps.short_tables(runs).splitlines()
-    assert [line.split(" | ")[1] for line in lines[-3:]] == ["quantized", "sparse", "block_sparse"]
-    assert "6.00×" in lines[-1]
-
-
 @pytest.mark.parametrize(("seconds", "shown"), [(0.257, "257.0 (1.008× without"), (0.27, "270.0 (**1.059×** without")])
 def test_a_step_with_lora_is_compared_with_one_without(seconds, shown):
     times = {"unpatched": 0.33, "torch.compile": 0.28, "patched": seconds, WITHOUT: 0.255, RESCALED: 0.26}
