@@ -28,6 +28,8 @@ parser.add_argument("--prompt", default="A red fox leaps through fresh snow, slo
 parser.add_argument("--size", type=int, nargs=3, default=(512, 768, 121), metavar=("HEIGHT", "WIDTH", "FRAMES"))
 parser.add_argument("--output", type=Path, default="video.mp4")
 options = parser.parse_args()
+if not Path(options.weights).exists():  # before LTX-2 is downloaded
+    parser.error(f"{options.weights}: no such file; download TurboT2AV's model.pth first.")
 
 try:
     pipe = LTX2Pipeline.from_pretrained(options.model, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ python examples/turbowan.py TurboWan2.1-T2V-1.3B-480P.pth --vram 8GB            
 
 import argparse
 import sys
+from pathlib import Path
 
 from turbo_rcm_patch.cli.errors import why_not_loaded
 from turbo_rcm_patch.cli.quiet_imports import quiet_imports
@@ -28,6 +29,8 @@ parser.add_argument("--prompt", default="A red fox leaps through fresh snow, slo
 parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FRAMES"))
 parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
+if missing := [path for path in options.weights if not Path(path).exists()]:  # before Wan is downloaded
+    parser.error(f"{missing[0]}: no such file; download TurboWan's weights first.")
 if (len(options.weights) == 2) != (options.image is not None):
     parser.error("image to video takes two files of weights, high and low, and --image; text to video one file.")
 

@@ -142,12 +142,19 @@ def test_lightning(run_example, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "example", [["generate", "--model", "nobody/nothing"], ["turbowan", "weights.pth"], ["turbot2av", "model.pth"]]
+    "example", [["generate", "--model", "nobody/nothing"], ["turbowan", __file__], ["turbot2av", __file__]]
 )
 def test_examples_end_in_a_line_without_network(run_example, monkeypatch, example):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit, match=r"^cannot load .+: the hub cannot be reached, and this machine has no copy"):
         run_example(f"examples/{example[0]}.py", *example[1:])
+
+
+@pytest.mark.parametrize("example", ["turbowan", "turbot2av"])
+def test_missing_weights_are_an_error_before_any_download(run_example, capsys, example):
+    with pytest.raises(SystemExit):
+        run_example(f"examples/{example}.py", "model.pth")
+    assert "model.pth: no such file; download Turbo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
