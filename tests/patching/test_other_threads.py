@@ -142,35 +142,6 @@ def test_a_failed_patch_lets_calls_go_on(monkeypatch):
     assert torch.equal(output_of(model), expected)
 
 
-def test_calls_beside_many_patches_are_of_one_tier(pool):
-    model = tiny_wan_transformer()
-    outputs = [output_of(model)]
-    with trp.patch(model, "quantized"):
-        outputs.append(output_of(model))
-    done, changes, refused = threading.Event(), 0, 0
-
-    def calls():
-        found = []
-        while not done.is_set():
-            output = output_of(model)
-            found.append(next((i for i, known in enumerate(outputs) if torch.equal(output, known)), None))
-            done.wait(0.005)
-        return found
-
-    results = [pool.submit(calls) for _ in range(2)]
-    while changes < 12:
-        try:
-            trp.restore(model) if changes % 2 else trp.patch(model, "quantized")
-            changes += 1
-        except trp.PatchError:
-            refused += 1
-        done.wait(0.005)
-    done.set()
-    tiers = [tier for result in results for tier in result.result(SECONDS)]
-    assert set(tiers) == {0, 1}
-    assert refused
-
-
 def test_the_thread_that_is_in_a_call_may_patch_its_pipeline():
     pipe = tiny_wan_pipeline()
 
