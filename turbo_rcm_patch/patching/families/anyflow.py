@@ -97,42 +97,27 @@ def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor
 
 
 def embedder_forward(
-    self: AnyFlowDualTimestepTextImageEmbedding,
+    self: AnyFlowDualTimestepTextImageEmbedding | AnyFlowDualTimestepTextImageEmbeddingCausal,
     timestep: torch.Tensor,
     r_timestep: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     encoder_hidden_states_image: torch.Tensor | None = None,
-    layout_cfg: dict[str, object] | None = None,
+    *,
+    clean_timestep: torch.Tensor | None = None,
+    **layout: dict[str, object],
 ) -> tuple[torch.Tensor, ...]:
-    """AnyFlowDualTimestepTextImageEmbedding.forward that remembers runs of equal timesteps; bound on instances.
+    """Run the forward of either model's embedder, and remember runs of equal timesteps; bound on instances.
 
     timestep, r_timestep [B, F]; returns temb [B, S, C], timestep_proj [B, S, 6·C], and the projected text and image.
+    layout: layout_cfg, or AnyFlow-FAR's far_cfg. With clean frames, which only training has, no runs are remembered.
     """
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
-    embedded = common_embedder_forward(self, timestep, r_timestep, *prompt, layout_cfg=layout_cfg)
-    _remember_runs(self, timestep, r_timestep, prompt, embedded[1], layout_cfg["full_token_per_frame"])
-    return embedded
-
-
-def causal_embedder_forward(
-    self: AnyFlowDualTimestepTextImageEmbeddingCausal,
-    timestep: torch.Tensor,
-    r_timestep: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
-    encoder_hidden_states_image: torch.Tensor | None = None,
-    far_cfg: dict[str, object] | None = None,
-    clean_timestep: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """AnyFlowDualTimestepTextImageEmbeddingCausal.forward that remembers runs of equal timesteps; bound on instances.
-
-    The results are those of `embedder_forward`. With clean frames, which only training has, no runs are remembered.
-    """
-    prompt = (encoder_hidden_states, encoder_hidden_states_image)
-    options = {"far_cfg": far_cfg, "clean_timestep": clean_timestep}
+    options = layout if clean_timestep is None else {**layout, "clean_timestep": clean_timestep}
     embedded = common_embedder_forward(self, timestep, r_timestep, *prompt, **options)
     if clean_timestep is None:
-        tokens = far_cfg["full_token_per_frame"], far_cfg["compressed_token_per_frame"]
-        compressed = max(0, timestep.shape[1] - far_cfg["num_full_frames"])
+        (frames,) = layout.values()
+        tokens = frames["full_token_per_frame"], frames.get("compressed_token_per_frame", 0)
+        compressed = max(0, timestep.shape[1] - frames.get("num_full_frames", timestep.shape[1]))
         _remember_runs(self, timestep, r_timestep, prompt, embedded[1], *tokens, compressed)
     return embedded
 
@@ -144,8 +129,8 @@ def _remember_runs(
     prompt: tuple[torch.Tensor | None, ...],
     timestep_proj: torch.Tensor,
     full_tokens: int,
-    compressed_tokens: int = 0,
-    compressed: int = 0,
+    compressed_tokens: int,
+    compressed: int,
 ) -> None:
     """Keep the rows of timestep_proj [B, S, 6·C] by runs of frames with the same timesteps, unless there are too many.
 
@@ -197,6 +182,6 @@ ANYFLOW_FAR = Family(
     (wan_blocks("blocks", FARTransformerBlock, CAUSAL_BLOCK),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=partial(embedder, forward=causal_embedder_forward),
+    more=partial(embedder, forward=embedder_forward),
     notes=lambda transformer: ["no CUDA graphs"],
 )
