@@ -31,7 +31,7 @@ _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}")
 def info(arguments: argparse.Namespace) -> int:
     """Print the environment, after the memory that --model takes, and the kernels of the included model.
 
-    With --model the kernels are left out, except from the report and the JSON file, or with --verbose. Returns 2 if
+    With --model the kernels are left out, except from the report and the JSON file, or with --verbose. Returns 1 if
     --vram is given and nothing that was asked for fits.
     """
     device = choose_device(arguments)
