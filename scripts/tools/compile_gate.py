@@ -7,7 +7,7 @@
 The cases are the launches of the calls in scripts/tools/every_launch.py. With --one-in N they are every N-th case of an
 op, on each architecture others, and each kernel's first case once per generation (80, 90, 100, 120). A case fails on:
 
-- register spills; in a kernel that multiplies matrices only around the products
+- register spills; in a kernel that multiplies matrices only in the innermost loops around products
 - more shared memory than a program may take
 - ptxas serialising wgmma (C7510-C7515)
 - a matmul on sm_90 without tensor cores (no HGMMA, IGMMA or QGMMA), unless its tiles are smaller than theirs

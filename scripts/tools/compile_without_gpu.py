@@ -43,8 +43,8 @@ MULTIPROCESSORS = 100  # of a GPU that is not there
 class Inspection:
     """The compiler's result for a launch. spills and shared are in bytes.
 
-    spills_matter: True if spilled registers are read or written in a loop that multiplies matrices, or anywhere in a
-    kernel without one. warnings: the lines of ptxas that name a performance loss.
+    spills_matter: True if spilled registers are read or written in an innermost loop that multiplies matrices, or
+    anywhere in a kernel without one. warnings: the lines of ptxas that name a performance loss.
     """
 
     registers: int
@@ -149,7 +149,8 @@ def _dot_operands(asm: dict[str, object]) -> list[str]:
 def _loops_spill(sass: list[str]) -> bool:
     """True if the smallest loop around a matrix product accesses a spilled register, or if there is no such loop.
 
-    Without tensor cores every loop with a multiply-add counts as one.
+    A loop that contains such a loop of another product does not count: a product after the loop over keys runs once
+    per tile. Without tensor cores every loop with a multiply-add counts as one.
     """
     labels = {line.strip().rstrip(":"): index for index, line in enumerate(sass) if line.startswith(".L_")}
     opcodes = [_opcode(line) or "" for line in sass]
@@ -165,8 +166,9 @@ def _loops_spill(sass: list[str]) -> bool:
         products = [
             i for i, opcode in enumerate(opcodes) if opcode.startswith("FFMA") and any(i in loop for loop in loops)
         ]
-    around = [min((loop for loop in loops if index in loop), key=len, default=range(len(sass))) for index in products]
-    return any(opcodes[index].startswith(("STL", "LDL")) for loop in set(around) for index in loop)
+    around = {min((loop for loop in loops if index in loop), key=len, default=range(len(sass))) for index in products}
+    innermost = (loop for loop in around if not any(other[0] in loop and other != loop for other in around))
+    return any(opcodes[index].startswith(("STL", "LDL")) for loop in innermost for index in loop)
 
 
 def _opcode(line: str) -> str | None:

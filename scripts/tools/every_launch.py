@@ -417,6 +417,12 @@ def launch_sparse_linear_attention() -> None:
         sparse_linear_attention(x, x, x, weight, None, topk=0.5, quantized=quantized)
     x, bias = meta(2, 300, 3, 128), meta(128, dtype=FP32)  # proj_l in fp32
     sparse_linear_attention(x, x, x, weight, bias, topk=0.5, quantized=True)
+    if FP8 in formats:
+        for head_dim, (block_q, block_k) in product((64, 128), ((64, 128), (128, 64))):
+            x, weight, bias = (meta(*shape) for shape in ((2, 300, 3, head_dim), (head_dim,) * 2, (head_dim,)))
+            options = {"block_q": block_q, "block_k": block_k, "quantized": True, "result": FP8}
+            for proj_l in ((weight, bias), (None, None)):
+                sparse_linear_attention(x, x, x, *proj_l, topk=0.5, **options)
     for blocks in (512, 1182, 4000):
         choose_blocks(meta(1, 1, 2, 128), meta(1, 1, blocks, 128), kept=2)
 

@@ -130,7 +130,7 @@ def sparse_kernel(heads: int, tokens: int, head_dim: int, device: torch.device, 
     launch = launch_gluon_8bit if is_sm90(device) else launch_portable_8bit
 
     def ours() -> torch.Tensor:
-        return launch(*qkv, q, block_map, key_weight, state, bias, block_q, block_k)
+        return launch(*qkv, q, block_map, key_weight, state, bias, block_q, block_k, q.dtype, None)
 
     return Contest(
         ours={"sparse kernel": ours},

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from tests.kernels.attention_8bit.test_quantize_qkv import formats
+from tests.kernels.eight_bit import assert_rounded_once
 from tests.kernels.turns import dtypes_in_turns
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import chosen_key_blocks, sparse_block_map, sparse_block_sizes, sparse_linear_attention
+from turbo_rcm_patch.kernels.attention_8bit.attention_8bit_reference import quantized_values
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
-from turbo_rcm_patch.kernels.quantized import FP8
+from turbo_rcm_patch.kernels.quantized import FP8, quantize_reference, round_to
+from turbo_rcm_patch.kernels.sparse_linear import sparse_linear_attention as op
 from turbo_rcm_patch.kernels.sparse_linear import sparse_linear_reference as definition
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
@@ -69,6 +72,64 @@ def test_matches_the_reference(device, shape):
             # It rounds weights as the definition, but relative to a row's maximum so far: as large an error.
             limit = 1.1 * relative_error(defined, exact) + torch.finfo(dtype).eps
             assert relative_error(actual, exact) <= limit
+
+
+def launched_in_8_bits(device, operands, block_map, out_scale):
+    """Return the portable kernel's result in fp32, and the scale that an e4m3 result would get."""
+    q, k, v, weight, bias = operands
+    _, _, key_weight, state, *qkv = op._summarize_8bit(q, k, v, weight, 64, 64, formats(device)[0])
+    branch = (None, None, None) if weight is None else (key_weight, state, bias)
+    out = op.launch_portable_8bit(*qkv, q, block_map, *branch, 64, 64, torch.float32, out_scale)
+    return out, op._output_scale(qkv[5], *branch[1:])
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_the_result_is_divided_by_its_scale(device, linear):
+    """In fp32 here: Triton's interpreter rounds to e4m3 wrongly."""
+    operands, block_map = inputs(device, torch.float32, 2, 130, 2, 64), random_map(device, 2, 130, 2, 64, 64, 2)
+    operands[3:] = operands[3:] if linear else (None, None)
+    plain, scaled = (
+        launched_in_8_bits(device, operands, block_map, scale)[0]
+        for scale in (None, torch.tensor([0.5, 3.0], device=block_map.device))
+    )
+    torch.testing.assert_close(scaled[0] * 0.5, plain[0])
+    torch.testing.assert_close(scaled[1] * 3.0, plain[1])
+
+
+PROJECTIONS = {"no linear part": (0, 0), "no bias": (0.1, 0), "bias": (0.1, 1), "large bias": (0.1, 100)}
+
+
+@pytest.mark.parametrize("outlier", [1, 100])
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_the_scale_bounds_the_result_and_costs_no_accuracy(device, projection, outlier):
+    """Beside one large channel too. PyTorch rounds here, so that this also holds on the CPU."""
+    operands, block_map = inputs(device, torch.float32, 2, 200, 2, 64), random_map(device, 2, 200, 2, 64, 64, 2)
+    operands[2][1, :, 0, 0] *= outlier
+    for place, factor in zip((3, 4), PROJECTIONS[projection], strict=True):
+        operands[place] = operands[place] * factor if factor else None
+    wide, scale = launched_in_8_bits(device, operands, block_map, None)
+    result = round_to(wide / scale[:, None, None, None], FP8)
+    assert_rounded_once(quantized_values(result, scale), wide)
+    assert (448 * scale <= 20 * wide.abs().amax((1, 2, 3))).all()  # 9 times was seen, on random data
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("linear", [True, False])
+def test_e4m3_results_of_the_portable_kernel(linear):
+    q, k, v, weight, bias = inputs("gpu", torch.float32, 2, 400, 2, 64)
+    proj_l = (weight / 8, bias) if linear else (None, None)
+    options = {"topk": 0.5, "block_q": 64, "block_k": 64, "quantized": True}
+    wide, result = (sparse_linear_attention(q, k, v, *proj_l, **options, result=dtype) for dtype in (None, FP8))
+    assert_rounded_once(result, wide)
+
+
+def test_the_reference_in_e4m3():
+    operands = inputs("interpreter", torch.float32, 2, 130, 2, 64)
+    options = {"topk": 0.5, "quantized": True, "implementation": "torch"}
+    result = sparse_linear_attention(*operands, **options, result=FP8)
+    expected = quantize_reference(sparse_linear_attention(*operands, **options).flatten(2), FP8)
+    assert torch.equal(result.values.float(), expected.values.float())
+    assert torch.equal(result.scale, expected.scale)
 
 
 def test_topk_keeps_what_the_block_map_says(device):
@@ -198,6 +259,8 @@ def test_gradients_are_the_references(device, quantized):
 def test_no_tokens():
     empty = torch.zeros(2, 0, 3, 64)
     assert sparse_linear_attention(empty, empty, empty, torch.eye(64), topk=0.1).shape == empty.shape
+    result = sparse_linear_attention(empty, empty, empty, None, topk=0.1, quantized=True, result=FP8)
+    assert (result.format, result.values.shape, result.scale.shape) == (FP8, (2, 0, 192), (2, 0))
 
 
 def test_published_block_sizes():
@@ -244,10 +307,12 @@ def test_custom_op_contracts(device):
     torch.library.opcheck(ops.sparse_linear_attention.default, (q, k, v, *arguments))
     qkv = [x.flatten(2) for x in (q, k, v)]
     eight_bits = ops.quantize_qkv(*qkv, None, None, None, None, 2, 1e-6, 0.2, torch.float16)
-    torch.library.opcheck(ops.sparse_linear_attention_8bit.default, (PORTABLE, *eight_bits, q, *arguments))
+    scaled = (torch.float32, torch.ones(1, device=q.device))
+    torch.library.opcheck(ops.sparse_linear_attention_8bit.default, (PORTABLE, *eight_bits, q, *arguments, *scaled))
     arguments = (arguments[0], None, None, None, 64, 64)
     torch.library.opcheck(ops.sparse_linear_attention.default, (q, k, v, *arguments))
-    torch.library.opcheck(ops.sparse_linear_attention_8bit.default, (PORTABLE, *eight_bits, q, *arguments))
+    plain = (torch.float32, None)
+    torch.library.opcheck(ops.sparse_linear_attention_8bit.default, (PORTABLE, *eight_bits, q, *arguments, *plain))
 
 
 @pytest.mark.gpu
@@ -297,6 +362,8 @@ def test_errors_name_what_was_given():
         "block_map names a block twice in a list": {"topk": None, "block_map": lists.expand(-1, -1, -1, 2)},
         "v_format=torch.float16 with quantized=False": {"v_format": torch.float16},
         "v_format=torch.int8": {"v_format": torch.int8, "quantized": True},
+        "result=torch.float8_e4m3fn with quantized=False": {"result": FP8},
+        "result=torch.int8": {"result": torch.int8, "quantized": True},
         "implementation='fast'": {"implementation": "fast"},
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):

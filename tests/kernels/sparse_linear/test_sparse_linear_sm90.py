@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels import gluon_on_cpu
+from tests.kernels.eight_bit import assert_rounded_once
 from tests.oracle import relative_error
 from turbo_rcm_patch.kernels import dispatch, sparse_linear_attention
 from turbo_rcm_patch.kernels.attention import attention_sm90
@@ -127,7 +128,10 @@ def test_hand_overs(name, programs, seed, on_cpu):
         proj_l, branch = (None, None), None
     out = torch.full_like(qkv[0], torch.nan)
     blocks = Blocks(block_map, block_q, 128)
-    on_cpu(eight_bits, qkv[0], blocks, branch, out, programs=programs, seed=seed)
+    out_scale = 1 / torch.arange(3.0, 3 + len(out)) if seed > 0 else None
+    on_cpu(eight_bits, qkv[0], blocks, branch, out, out_scale, programs=programs, seed=seed)
+    if out_scale is not None:
+        out = (out.float() * out_scale[:, None, None, None]).half()
     assert_as_good(out, qkv, proj_l, block_map, block_q)
 
 
@@ -169,14 +173,32 @@ def test_matches_the_oracle_as_well_as_the_definition(name, dtype, sm_90, taken)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES | LARGE)
+def test_e4m3_results(name, sm_90, taken):
+    qkv, proj_l, block_map = inputs(torch.float16, *(SHAPES | LARGE)[name], device="cuda")
+    options = {"block_map": block_map, "block_q": (SHAPES | LARGE)[name][4], "block_k": 128, "quantized": True}
+    for weight, bias in (proj_l, (proj_l[0], None), (None, None)):
+        wide, result = (sparse_linear_attention(*qkv, weight, bias, **options, result=dtype) for dtype in (None, FP8))
+        assert len(taken) == 2
+        taken.clear()
+        assert_rounded_once(result, wide)
+
+
+@pytest.mark.gpu
 def test_writes_nothing_behind_the_result(sm_90):
     qkv, proj_l, block_map = inputs(torch.bfloat16, 2, 200, 2, 128, 64, 2, device="cuda")
     eight_bits, branch = prepared(*qkv, *proj_l)
     q = qkv[0]
     memory = torch.full((2, *q.shape), 7.0, dtype=q.dtype, device="cuda")
-    sm90.sparse_attention_forward(eight_bits, q, Blocks(block_map, 64, 128), branch, memory[0])
+    sm90.sparse_attention_forward(eight_bits, q, Blocks(block_map, 64, 128), branch, memory[0], None)
     assert (memory[1] == 7).all()
     assert_as_good(memory[0], qkv, proj_l, block_map, 64)
+    in_e4m3 = memory.to(FP8).fill_(7.0)
+    out_scale = memory[0].float().abs().amax((1, 2, 3)) / 300
+    sm90.sparse_attention_forward(eight_bits, q, Blocks(block_map, 64, 128), branch, in_e4m3[0], out_scale)
+    assert (in_e4m3[1].float() == 7).all()
+    out = in_e4m3[0].float() * out_scale[:, None, None, None]
+    assert (out - memory[0].float()).abs().max() <= out.abs().max() / 15  # e4m3 rounds by 1/16 at most
 
 
 @pytest.mark.gpu
@@ -188,7 +210,7 @@ def test_reads_strided_queries(sm_90):
 
     def attend(q):
         out = torch.empty_like(qkv[0])
-        sm90.sparse_attention_forward(eight_bits, q, blocks, branch, out)
+        sm90.sparse_attention_forward(eight_bits, q, blocks, branch, out, None)
         return out
 
     q = qkv[0]

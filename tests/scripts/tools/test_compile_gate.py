@@ -186,6 +186,15 @@ def test_spills_count_in_the_loop_around_a_product(line, spills):
     assert compile_without_gpu._loops_spill(sass.splitlines()) is spills
 
 
+@pytest.mark.parametrize(("line", "spills"), [("0020", True), ("0050", False)])
+def test_a_product_in_the_outer_loop_makes_no_spill_there_count(line, spills):
+    product = "        /*0048*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;\n"
+    outside, where = SASS.replace(".L_x_3:\n", f".L_x_3:\n{product}"), f"        /*{line}*/"
+    assert not compile_without_gpu._loops_spill(outside.splitlines())
+    spilled = outside.replace(where, f"        /*ffff*/   LDL R4, [R1] ;\n{where}")
+    assert compile_without_gpu._loops_spill(spilled.splitlines()) is spills
+
+
 def test_code_behind_the_end_closes_no_loop():
     """A retry of a wait that jumps back to between the product and a spill."""
     behind = "        /*0060*/                   EXIT ;\n        /*0070*/                   BRA `(.L_x_2) ;\n"

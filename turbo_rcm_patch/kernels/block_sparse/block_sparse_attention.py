@@ -264,7 +264,7 @@ def _launch_8bit(
 
 
 def _why_not_gluon(spec: SparseSpec) -> str | None:
-    return why_not_ours(spec) or sm90.why_not(*spec.sizes)
+    return why_not_ours(spec) or sm90.why_not(spec.device, spec.result or spec.dtype, *spec.sizes)
 
 
 def _why_not_portable_8bit(spec: SparseSpec) -> str | None:

@@ -39,7 +39,7 @@ def sparse_attention_forward(
     blocks: Blocks,
     branch: LinearBranch | None,
     out: torch.Tensor,
-    out_scale: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None,
 ) -> None:
     """Write softmax attention of qkv to the kept blocks, plus the branch or the left-out blocks' term, to out, packed
     [B, S, H, D]. The sum is divided by out_scale [B] if given.

@@ -21,12 +21,13 @@ from functools import partial
 import torch
 
 from ..attention.attention_tiles import readable
-from ..attention_8bit.attention_8bit_reference import V_FORMATS
+from ..attention_8bit.attention_8bit_reference import V_FORMATS, output_scale, quantized_values
 from ..attention_8bit.quantize_qkv import QuantizedQKV, allocate_qkv, quantize_kv_tiles
 from ..attention_8bit.spec import HEAD_DIMS, default_v_format, why_no_8bit_kernel
 from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, Spec, spec_of, why_not_ours, why_not_reference
 from ..dispatch import SM90, device_capability, is_gpu, kernel_op, kernels_op
 from ..launch import recording
+from ..quantized import FP8, LARGEST, Quantized, quantize_reference
 from . import sparse_linear_8bit_portable as portable_8bit
 from . import sparse_linear_portable as portable
 from . import sparse_linear_reference as reference
@@ -53,9 +54,8 @@ class SparseSpec(Spec):
 
     @property
     def sizes(self) -> tuple:
-        """The arguments of the sm_90 kernels' `why_not`: device, the result's dtype, v_format, head_dim and block
-        sizes."""
-        return self.device, self.result or self.dtype, self.v_format, self.head_dim, self.block_q, self.block_k
+        """The last arguments of the sm_90 kernels' `why_not`."""
+        return self.v_format, self.head_dim, self.block_q, self.block_k
 
 
 def sparse_linear_attention(
@@ -71,8 +71,9 @@ def sparse_linear_attention(
     block_k: int | None = None,
     quantized: bool = False,
     v_format: torch.dtype | None = None,
+    result: torch.dtype | None = None,
     implementation: str = "auto",
-) -> torch.Tensor:
+) -> torch.Tensor | Quantized:
     """Return sparse-linear attention of q, k, v: [B, S, H, D] in their dtype.
 
     q, k, v: [B, S, H, D] of one dtype, with any strides.
@@ -86,13 +87,15 @@ def sparse_linear_attention(
         neither. Without them the sizes are those published for this device (`sparse_block_sizes`).
     quantized: True for a softmax with q, k and v in 8 bits.
     v_format: v's format in 8 bits, float8_e4m3fn (the default from sm_89 on, and on the CPU) or float16.
+    result: float8_e4m3fn, with quantized=True, to return a Quantized [B, S, H·D] instead. Its kernels give it one scale
+        per sample, expanded to [B, S], from a bound that v and the linear branch give; the reference one per row.
     implementation: "auto", "triton" or "torch" (see dispatch.py). The kernels take head_dims 64 and 128 and blocks of
         64 and 128 tokens.
 
     q, k, v and proj_l have gradients, which the reference computes. Gradients pass through the rounding to 8 bits
     unchanged. Raises ValueError for shapes, dtypes, devices, blocks or a share that do not fit together.
     """
-    _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, quantized, v_format)
+    _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, quantized, v_format, result)
     if block_q is None:
         block_q, block_k = sparse_block_sizes(q.device, quantized=quantized)
     if block_map is not None:
@@ -101,12 +104,12 @@ def sparse_linear_attention(
         _check_blocks(block_map, -(-q.shape[1] // block_k))
     if quantized:
         v_format = v_format or default_v_format(q.device)
-    options = {"head_dim": q.shape[3], "block_q": block_q, "block_k": block_k, "v_format": v_format}
+    options = {"head_dim": q.shape[3], "block_q": block_q, "block_k": block_k, "v_format": v_format, "result": result}
     spec = spec_of(implementation, q, k, v, proj_weight, proj_bias, kind=SparseSpec, **options)
     pick = SPARSE_LINEAR_ATTENTION.pick(spec)
     if q.numel() == 0:
-        return torch.empty_like(q)
-    return pick.launch(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format)
+        return torch.empty_like(q) if result is None else quantize_reference(q.flatten(2), FP8)
+    return pick.launch(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format, result)
 
 
 def chosen_key_blocks(
@@ -128,7 +131,7 @@ def sparse_block_sizes(device: torch.device, *, quantized: bool) -> tuple[int, i
     return (64, 128) if quantized and on_sm90 else (128, 64)
 
 
-def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, quantized, v_format):
+def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, quantized, v_format, result):
     if q.dim() != 4:
         raise ValueError(f"sparse_linear_attention: q has shape {list(q.shape)}; it takes [B, S, H, D].")
     for name, x in (("k", k), ("v", v)):
@@ -153,6 +156,11 @@ def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, q
         raise ValueError(
             f"sparse_linear_attention: v_format={v_format} with quantized={quantized}; accepted are float8_e4m3fn, "
             "float16 and None with quantized=True, else None."
+        )
+    if result is not None and (not quantized or result != FP8):
+        raise ValueError(
+            f"sparse_linear_attention: result={result} with quantized={quantized}; accepted are float8_e4m3fn with "
+            "quantized=True, and None."
         )
 
 
@@ -209,11 +217,18 @@ def why_not_fused(spec: SparseSpec) -> str | None:
 
 
 def _why_not_gluon(spec: SparseSpec) -> str | None:
-    return why_not_fused(spec) or ("not for 16 bits" if spec.v_format is None else sm90.why_not(*spec.sizes))
+    reason = why_not_fused(spec) or ("not for 16 bits" if spec.v_format is None else None)
+    return reason or sm90.why_not(spec.device, spec.dtype, *spec.sizes)
 
 
-def _by_reference(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format):
-    """Run the reference. topk: the share of key blocks to keep if block_map is None."""
+def _by_reference(*arguments):
+    """Run the reference, with the arguments of `_fused`."""
+    *arguments, result = arguments
+    out = _wide_by_reference(*arguments)
+    return out if result is None else quantize_reference(out.flatten(2), result)
+
+
+def _wide_by_reference(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format):
     if recording():
         return torch.empty_like(q)  # the reference is slow, and has no kernel to compile
     if block_map is None:
@@ -224,24 +239,40 @@ def _by_reference(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, blo
     return reference.sparse_linear_attention_8bit(*arguments, v_format)
 
 
-def _fused(attend_8bit, q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format):
+def _fused(attend_8bit, q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format, result):
     """Run the kernels for q, k, v [B, S, H, D].
 
     attend_8bit: launches the last kernel if v_format is given, for a softmax in 8 bits. topk: the share of key blocks
-    to keep if block_map is None.
+    to keep if block_map is None. result: e4m3 for a Quantized [B, S, H·D], or None.
     """
     kept = None if block_map is not None else kept_blocks(q.shape[1], block_k, topk).count
     if v_format is not None:
         pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
         block_map = choose_blocks(pooled_q, pooled_k, kept) if block_map is None else block_map
         branch = (None, None) if proj_weight is None else (key_weight, state)
-        return attend_8bit(*qkv, q, block_map, *branch, proj_bias, block_q, block_k)
+        out_scale = None if result is None else _output_scale(qkv[5], branch[1], proj_bias)
+        out = attend_8bit(*qkv, q, block_map, *branch, proj_bias, block_q, block_k, result or q.dtype, out_scale)
+        return out if result is None else quantized_values(out, out_scale)
     branch = (None, None)
     if proj_weight is not None or block_map is None:
         pooled_k, key_weight, state = _summarize_keys(k, v, proj_weight, block_k)
         block_map = choose_blocks(_pool_queries(q, block_q), pooled_k, kept) if block_map is None else block_map
         branch = branch if proj_weight is None else (key_weight, state)
     return _sparse_linear_attention(q, k, v, block_map, *branch, proj_bias, block_q, block_k)
+
+
+def _output_scale(v_scale: torch.Tensor, state: torch.Tensor | None, proj_bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the scale [B] with which every possible result fits e4m3.
+
+    v_scale: [B, H, D]. state: [B, H, D, D], or None without a linear branch. The branch is a sum of the state's rows
+    whose weights add up to at most one, so in no channel it exceeds the largest value of the rows.
+    """
+    if state is None:
+        return output_scale(v_scale)
+    largest = torch.linalg.vector_norm(state, torch.inf, dim=2, dtype=torch.float32)
+    if proj_bias is not None:
+        largest = largest + proj_bias.abs()
+    return output_scale(torch.add(v_scale, largest, alpha=1 / LARGEST[FP8]))
 
 
 @kernel_op("pool_queries")
@@ -353,17 +384,34 @@ def _sparse_linear_attention_8bit(
     proj_bias: torch.Tensor | None,
     block_q: int,
     block_k: int,
+    dtype: torch.dtype,
+    out_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    return q.new_empty(q.shape)
+    return q.new_empty(q.shape, dtype=dtype)
 
 
 def _launch_8bit(
-    kernel, q8, q_scale, k8, k_scale, v8, v_scale, q, block_map, key_weight, state, proj_bias, block_q, block_k
+    kernel,
+    q8,
+    q_scale,
+    k8,
+    k_scale,
+    v8,
+    v_scale,
+    q,
+    block_map,
+    key_weight,
+    state,
+    proj_bias,
+    block_q,
+    block_k,
+    dtype,
+    out_scale,
 ):
-    out = q.new_empty(q.shape)
+    out = q.new_empty(q.shape, dtype=dtype)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, q.dtype)
     branch = None if state is None else portable.LinearBranch(key_weight, state, proj_bias)
-    kernel.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out)
+    kernel.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out, out_scale)
     return out
 
 

@@ -1,7 +1,7 @@
 """Sparse-linear attention in 8 bits on sm_90: the inputs it takes, and its launch.
 
 The kernel is in sparse_linear_sm90_kernel.py. It takes e4m3 values, blocks of 64 or 128 queries and 128 keys, D of 64
-or 128, and results in bf16 or fp16.
+or 128, q in bf16 or fp16, and results in q's dtype or e4m3.
 """
 
 from __future__ import annotations
@@ -42,9 +42,15 @@ def why_not(
 
 
 def sparse_attention_forward(
-    qkv: QuantizedQKV, q: torch.Tensor, blocks: Blocks, branch: LinearBranch | None, out: torch.Tensor
+    qkv: QuantizedQKV,
+    q: torch.Tensor,
+    blocks: Blocks,
+    branch: LinearBranch | None,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
 ) -> None:
     """Write softmax attention of qkv to the kept blocks, plus the linear branch if there is one, to out, packed.
+    The sum is divided by out_scale [B] if given.
 
     q: [B, S, H, D] with any strides, for the linear branch. `why_not` must accept all operands.
     """
@@ -67,6 +73,7 @@ def sparse_attention_forward(
         None if branch.state is None else _state_descriptor(branch.state),
         None if branch.bias is None else branch.bias.contiguous(),
         descriptor(out, QUERIES.value),
+        out_scale,
         tokens,
         heads,
         tiles,

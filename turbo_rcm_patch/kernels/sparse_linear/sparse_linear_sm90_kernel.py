@@ -11,7 +11,7 @@ the list's last, the only one that may be cut, to its first:
     K V K V ... K V  q  state        each uses a slot once; state, [D, D] in 16 bits, in D / 64 pieces of 64 rows
 
 The result is stored from the slot of the last piece of state. Without a linear branch there is no state, and that of q
-takes its place. Programs that run together share heads, whose K and V
+takes its place. A result in e4m3 fills half of the slot. Programs that run together share heads, whose K and V
 stay in L2. In the last round of tiles no program gets a second tile before every program has one.
 
 The limit is L2 bandwidth: for D = 128 a tile of keys and values is 32 KiB for 4.2 MFLOP, 128 FLOP per byte. A dense
@@ -63,12 +63,13 @@ EPS = gl.constexpr(EPSILON)
 @jit(do_not_specialize=["tokens", "heads", "tiles", "block_q", "width"])
 def sparse_linear_attention_8bit_kernel(
     q, q_scale, k, k_scale, v, v_scale, wide, block_map, key_weight, state, bias, out,
-    tokens, heads, tiles, block_q, width,
+    out_scale, tokens, heads, tiles, block_q, width,
 ):  # fmt: skip
     """Compute both branches and store their sum.
 
-    q, wide, out: descriptors over [B, H, S, D] with blocks [1, 1, QUERIES, D]. wide: q in the 16-bit dtype of out and
-        state.
+    q, wide, out: descriptors over [B, H, S, D] with blocks [1, 1, QUERIES, D]. wide: q in the 16-bit dtype of state.
+        out: in this dtype or e4m3.
+    out_scale: [B], by which the result is divided, or None.
     k: a descriptor over [B, H, S, D] with blocks [1, 1, KEYS, D].
     v: a descriptor over [B, H, D, T] with blocks [1, 1, D, KEYS].
     state: a descriptor over [B, H, D, D] with blocks [1, 1, STATE_ROWS, D].
@@ -91,9 +92,9 @@ def sparse_linear_attention_8bit_kernel(
     loaded = (q, k, v, wide, state)
     gl.warp_specialize(
         [
-            (_consume, (0, loaded, vectors, block_map, out, buffers, sizes)),
-            (_consume, (1, loaded, vectors, block_map, out, buffers, sizes)),
-            (_consume, (2, loaded, vectors, block_map, out, buffers, sizes)),
+            (_consume, (0, loaded, vectors, block_map, out, out_scale, buffers, sizes)),
+            (_consume, (1, loaded, vectors, block_map, out, out_scale, buffers, sizes)),
+            (_consume, (2, loaded, vectors, block_map, out, out_scale, buffers, sizes)),
             (_produce, (0, loaded, block_map, buffers, sizes)),
             (_produce, (1, loaded, block_map, buffers, sizes)),
             (_produce, (2, loaded, block_map, buffers, sizes)),
@@ -184,7 +185,7 @@ def _fill(x, corner, INDEX: gl.constexpr, i, slots, full, empty):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, sizes):
+def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, out_scale, buffers, sizes):
     _q, _k, v, wide, state = loaded
     q_scale, k_scale, v_scale, key_weight, bias = vectors
     q_smem, slots, q_full, q_empty, full, empty = buffers
@@ -254,6 +255,8 @@ def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, size
         if bias is not None:
             columns = _load_columns(bias, sample_head * 0, HEAD_DIM, sum_layout(HEAD_DIM, 16))
             acc = acc + columns.to(gl.float32)
+        if out_scale is not None:
+            acc = acc * (1.0 / gl.load(out_scale + sample_head // heads))
         staged = _view(slots, _slot(INDEX, i + PIECES)[0], out)
         staged.reshape([QUERIES, HEAD_DIM]).store(acc.to(out.dtype))
         fence_async_shared()

@@ -19,6 +19,7 @@ from torch import nn
 from ... import kernels
 from ...checkpoints.names import PROJ_L
 from ...config import SLA_TOPK, PatchConfig
+from ...kernels import FP8
 from ...kernels.sparse_linear.sparse_linear_reference import linear_attention
 from ...plain import is_autocast, why_not_plain
 from ..journal import Journal
@@ -231,21 +232,33 @@ def is_sparse(attn: nn.Module) -> bool:
     return type(attn.processor) is SparseAttnProcessor
 
 
-def attention(attn: nn.Module, stream: Stream, call: Call) -> Step:
-    """Return sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D]."""
+def attention(attn: nn.Module, stream: Stream, call: Call, result: torch.dtype | None) -> Step:
+    """Return sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D].
+
+    result: the format that the next step takes. For e4m3, attention in 8 bits gives a Quantized [B, S, C] if nothing
+    comes between.
+    """
     quantized = call.config.in_8_bits("attention") and call.derivative is None and call.exactly is None
     block_q, block_k = block_sizes(attn.processor, call.device)
     v_format = kernels.default_v_format(call.device) if quantized else None
+    gives = FP8 if quantized and result == FP8 and _is_last(attn) else None
     sizes = {"head_dim": attn.inner_dim // attn.heads, "block_q": block_q, "block_k": block_k, "v_format": v_format}
-    pick = call.pick(kernels.SPARSE_LINEAR_ATTENTION, kernels.SparseSpec, **sizes)
-    run = partial(attend, attn, partial(_picked, pick.launch, block_q, block_k, v_format))
+    pick = call.pick(kernels.SPARSE_LINEAR_ATTENTION, kernels.SparseSpec, **sizes, result=gives)
+    run = partial(attend, attn, partial(_picked, pick.launch, block_q, block_k, v_format, result=gives))
     label = formats_label(pick, v_format) if quantized else pick.label
-    return Step(run, f"{label}, {_share(attn, stream, block_k)}", pick.reason)
+    return Step(run, f"{label}, {_share(attn, stream, block_k)}", pick.reason, gives=gives)
 
 
-def _picked(launch, block_q, block_k, v_format, q, k, v, weight, bias, *, topk=None, block_map=None):
+def _is_last(attn: nn.Module) -> bool:
+    """True if no all-to-all and no call of proj_l comes after the kernel."""
+    proj_l = getattr(attn, PROJ_L, None)
+    is_alone = proj_l is None or why_not_plain(proj_l, nn.Linear) is None
+    return is_alone and attn.processor._parallel_config is None
+
+
+def _picked(launch, block_q, block_k, v_format, q, k, v, weight, bias, *, topk=None, block_map=None, result=None):
     block_map = None if block_map is None else block_map.sort(-1).values.int()
-    return launch(q, k, v, weight, bias, block_map, topk, block_q, block_k, v_format)
+    return launch(q, k, v, weight, bias, block_map, topk, block_q, block_k, v_format, result)
 
 
 def _share(attn: nn.Module, stream: Stream, block_k: int) -> str:
@@ -269,7 +282,8 @@ def block_sizes(processor: SparseAttnProcessor, device: torch.device) -> BlockSi
 def attend(attn: nn.Module, run: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Run sparse-linear attention on q, k, v [B, S, H, D], with the module's present processor and proj_l.
 
-    run: (q, k, v, weight, bias, topk= or block_map=) -> [B, S, H, D].
+    run: (q, k, v, weight, bias, topk= or block_map=) -> [B, S, H, D], or a Quantized [B, S, C]; with result=None it
+    gives no Quantized.
     """
     parallel_config = attn.processor._parallel_config
     run = partial(_attend_whole, attn, run)
@@ -293,4 +307,4 @@ def _attend_whole(attn, run, q, k, v):
         weight, bias = (x if x is None else x.to(q.device, q.dtype) for x in (proj_l.weight, proj_l.bias))
         return run(q, k, v, weight, bias, **kept)
     # The module is not plain: it has a LoRA or a hook. So its own call projects the linear branch.
-    return run(q, k, v, None, None, **kept) + proj_l(linear_attention(q, k, v))
+    return run(q, k, v, None, None, **kept, result=None) + proj_l(linear_attention(q, k, v))

@@ -87,7 +87,7 @@ def _attention_within(
     """Return the steps of a self-attention that put q, k and v in 8 bits, or None, and that attend."""
     call = ltx2_call.call
     if is_sparse(attn):
-        return None, sparse_attention(attn, place.stream, call)
+        return None, sparse_attention(attn, place.stream, call, result)
     if place.name in ltx2_call.masked:
         return None, _masked_attention(attn)
     if place.name != "video_self":  # a second of sound has 26 tokens

@@ -200,7 +200,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
             out.fed_by(attended),
         )
     if is_sparse(attn):
-        attended = sparse_attention(attn, stream, call)
+        attended = sparse_attention(attn, stream, call, out.takes)
     elif reason is None:
         attended = quantized_attention_between_all_to_alls(attn, stream, call)
     elif kind.why_dense is not None and not isinstance(call.config, Exact):
