@@ -68,5 +68,7 @@ def assert_rounded_once(result: Quantized, wide: torch.Tensor):
     assert result.values.float().abs().max() < LARGEST[FP8]  # nothing is clamped
     error = (result.dequantize() - wide).abs()
     assert (error <= wide.abs() / 15 + result.scale[..., None] * 2**-9).all()
-    of_rows = (quantize_reference(wide, FP8).dequantize() - wide).norm(dim=(0, 1)) / wide.norm(dim=(0, 1))
-    assert (error.norm(dim=(0, 1)) / wide.norm(dim=(0, 1))).median() <= 1.1 * of_rows.median()
+    if wide[..., 0].numel() >= 100:  # fewer values of a channel err by chance
+        of_rows = quantize_reference(wide, FP8).dequantize() - wide
+        ours, rows = (x.norm(dim=(0, 1)) / wide.norm(dim=(0, 1)) for x in (error, of_rows))
+        assert ours.median() <= 1.1 * rows.median()

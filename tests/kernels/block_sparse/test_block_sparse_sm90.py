@@ -333,7 +333,7 @@ def test_writes_nothing_behind_the_result(sm_90):
     sm90.attention_forward(qkv, blocks_of(found, qkv), memory[0], None, 0.5)
     assert (memory[1] == 7).all()
     assert_as_good(memory[0], qkv, found)
-    in_e4m3 = memory.to(FP8).fill_(7.0)
+    in_e4m3 = torch.full_like(memory, 7.0).to(FP8)
     out_scale = output_scale(qkv.v_scale)
     sm90.attention_forward(qkv, blocks_of(found, qkv), in_e4m3[0], out_scale, 0.5)
     assert (in_e4m3[1].float() == 7).all()

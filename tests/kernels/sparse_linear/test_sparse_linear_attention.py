@@ -116,7 +116,7 @@ def test_the_scale_bounds_the_result_and_costs_no_accuracy(device, projection, o
 @pytest.mark.gpu
 @pytest.mark.parametrize("linear", [True, False])
 def test_e4m3_results_of_the_portable_kernel(linear):
-    q, k, v, weight, bias = inputs("gpu", torch.float32, 2, 400, 2, 64)
+    q, k, v, weight, bias = inputs("cuda", torch.float32, 2, 400, 2, 64)
     proj_l = (weight / 8, bias) if linear else (None, None)
     options = {"topk": 0.5, "block_q": 64, "block_k": 64, "quantized": True}
     wide, result = (sparse_linear_attention(q, k, v, *proj_l, **options, result=dtype) for dtype in (None, FP8))

@@ -193,7 +193,7 @@ def test_writes_nothing_behind_the_result(sm_90):
     sm90.sparse_attention_forward(eight_bits, q, Blocks(block_map, 64, 128), branch, memory[0], None)
     assert (memory[1] == 7).all()
     assert_as_good(memory[0], qkv, proj_l, block_map, 64)
-    in_e4m3 = memory.to(FP8).fill_(7.0)
+    in_e4m3 = torch.full_like(memory, 7.0).to(FP8)
     out_scale = memory[0].float().abs().amax((1, 2, 3)) / 300
     sm90.sparse_attention_forward(eight_bits, q, Blocks(block_map, 64, 128), branch, in_e4m3[0], out_scale)
     assert (in_e4m3[1].float() == 7).all()
