@@ -200,7 +200,8 @@ def launch_attention_of_8_bits(device: torch.device) -> None:
         attention_8bit(quantized, result=FP8)
         attention_8bit(quantized, residual=values(1, tokens, 3, head_dim), c_skip=0.5)
         for block_q, block_k in ((128, 64), (64, 128), (192, 128)):
-            block_sparse_attention_8bit(quantized, mass=0.5, block_q=block_q, block_k=block_k)
+            for result in (None, FP8):
+                block_sparse_attention_8bit(quantized, mass=0.5, block_q=block_q, block_k=block_k, result=result)
 
 
 def launch_sparse_attention(device: torch.device) -> None:
@@ -209,8 +210,8 @@ def launch_sparse_attention(device: torch.device) -> None:
     for head_dim, (block_q, block_k) in product((64, 128), ((128, 64), (64, 128))):
         q, k, v = (values(1, tokens, 3, head_dim) for _ in range(3))
         block_sparse_attention(q, k, v, mass=0.5, block_q=block_q, block_k=block_k)
-        for eight_bits in (False, True):
-            options = {"block_q": block_q, "block_k": block_k, "quantized": eight_bits}
+        for eight_bits, result in ((False, None), (True, None), (True, FP8)):
+            options = {"block_q": block_q, "block_k": block_k, "quantized": eight_bits, "result": result}
             for weight in (values(head_dim, head_dim), None):
                 sparse_linear_attention(q, k, v, weight, topk=0.5, **options)
 
