@@ -2,6 +2,7 @@
 
 import filecmp
 import functools
+import inspect
 from types import MethodType
 
 import pytest
@@ -10,7 +11,7 @@ from diffusers import FirstBlockCacheConfig
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.pairs import attributes_of, every_family, output_of, variants
+from tests.patching.pairs import attributes_of, blocks_of, every_family, output_of, variants
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.patching.families import family_of
@@ -166,6 +167,16 @@ def test_a_cache_that_binds_the_forward_again_when_it_goes(first_off):
     assert relative_error(output_of("wan", model), expected) <= 1e-5
     patch.restore()
     assert torch.equal(output_of("wan", model), expected)
+
+
+@cached
+def test_cache_dit_finds_the_arguments_that_it_looks_for(name):
+    """It refuses blocks whose forward, as inspect sees it, lacks one of these names."""
+    model = tiny_family_transformer(name)
+    with trp.patch(model):
+        for block in blocks_of(model):
+            assert "forward" in vars(block)
+            assert {"hidden_states", "encoder_hidden_states"} <= set(inspect.signature(block.forward).parameters)
 
 
 @pytest.mark.parametrize("preset", ["exact", "quantized"])

@@ -5,7 +5,7 @@ A family is a file in this folder, or a folder if its blocks are its own, regist
 1. `Family`: the exact transformer class, the layer that makes the hidden states, and its lists of blocks.
 2. `Blocks`, one for each list: the blocks' class and parts, the forward that replaces theirs, the linears that go to 8
    bits, and the self-attention that the sparse tiers replace.
-3. The block's forward, which has diffusers' signature. Under autocast it runs the class's own forward. Otherwise it
+3. The block's forward, which takes what diffusers' takes. Under autocast it runs the class's own forward. Otherwise it
    makes a call: a hashable tuple with a `Call` as ``call``, a `Stream` for each modality, the sizes of prompts, and
    reasons to call a module as a whole. It gets the plan for this call from ``state.plans.get`` and runs it.
 4. A plan: steps from ``steps/``, each with its kernel or the reason for another one. Its ``rows()`` list them.

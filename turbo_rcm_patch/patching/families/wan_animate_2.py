@@ -35,7 +35,7 @@ from ..steps.sparse_linear import rotate
 from ..weights.convert import ROWS_KNOWN
 from .family import Blocks, Family, Measured, RandomWeights
 from .wan import block as wan
-from .wan.forward import block_forward
+from .wan.forward import forward_of_kind
 from .wan.measured import sub_layer_terms
 from .wan.modulation import modulation
 from .wan.parts import FIRST_LAYER, embedder
@@ -317,7 +317,7 @@ PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 BLOCKS = Blocks(
     name="blocks",
     block_class=WanAnimate2TransformerBlock,
-    forward=block_forward,
+    forward=forward_of_kind,
     kind=BLOCK,
     parts={"self_attn": WanAnimate2Attention, "cross_attn": WanAnimate2Attention, "ffn": nn.Module},
     decide=AnimateBlock.plan_for,

@@ -19,11 +19,23 @@ from .repeatable import why_not_repeatable
 from .sub_layers import Inputs, Rotary
 
 
-def block_forward(self: nn.Module, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+def block_forward(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    *args: object,
+    **kwargs: object,
+) -> torch.Tensor:
     """Run the forward of a block of Wan's kind with fused ops. Bound on instances.
 
-    It takes what the forward of the block's class takes, first hidden_states [B, S, C], and returns [B, S, C].
+    It takes what the forward of the block's class takes, first hidden_states [B, S, C] and encoder_hidden_states
+    [B|1, L, C], and returns [B, S, C]. cache-dit caches only blocks whose forward has parameters of these names.
     """
+    return forward_of_kind(self, hidden_states, encoder_hidden_states, *args, **kwargs)
+
+
+def forward_of_kind(self: nn.Module, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """Do what `block_forward` does, for a class whose other arguments come in any order."""
     if is_autocast(hidden_states.device):
         return type(self).forward(self, hidden_states, *args, **kwargs)
     kind: WanBlock = state_of(self).kind
