@@ -222,6 +222,21 @@ def test_the_mean_count_chooses_one_of_two_launches(above, on_cpu, monkeypatch):
     assert_as_good(written, qkv, all_blocks_of(qkv) if above else found)
 
 
+@pytest.mark.parametrize("result", [None, FP8])
+def test_dense_attention_its_join_and_the_lists_get_one_number_and_one_scale(result):
+    qkv = every_launch.quantized_qkv(FP8, 128, tokens=4000)  # the last tiles of queries are split along the keys
+    call = functools.partial(block_sparse_attention_8bit, qkv, mass=1, result=result)
+    launched = compile_without_gpu.record_launches(call, (9, 0))[-3:]
+    given = [dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) for launch in launched]
+    dense, join, lists = given
+    assert (dense["block_map"], lists["block_map"] is None) == (None, False)
+    assert dense["mean_count"] is join["scalar"] is lists["mean_count"] is not None
+    assert dense["dense_from"] == join["least"] == lists["dense_from"] > 0
+    assert dense["out"].base is join["out"] is lists["out"].base
+    assert dense["out_scale"] is lists["out_scale"]
+    assert (dense["out_scale"] is None) == (result is None)
+
+
 def test_there_is_one_launch_if_mass_is_too_low_for_so_many_blocks(on_cpu, monkeypatch):
     monkeypatch.setattr(attention_8bit_sm90, "attention_forward", None)
     qkv = in_8_bits(*SHAPES["whole blocks"], torch.float16)
