@@ -240,12 +240,17 @@ def test_restore_through_a_compiled_wrapper():
     assert not is_fused(model)
 
 
-def test_the_users_exception_is_not_hidden_by_a_failing_restore():
-    model = tiny_family_transformer("wan")
+def test_a_restore_that_fails_at_the_end_of_a_with_raises_but_hides_no_exception_inside():
+    model, other = (tiny_family_transformer("wan") for _ in range(2))
+
+    def replace_a_forward(model):
+        model.blocks[0].forward = lambda *args: None
 
     def users_code():
-        model.blocks[0].forward = lambda *args: None
+        replace_a_forward(other)
         raise KeyError("the user's")
 
-    with pytest.raises(KeyError), trp.patch(model):
+    with pytest.raises(trp.PatchError, match="forward was replaced"), trp.patch(model):
+        replace_a_forward(model)
+    with pytest.raises(KeyError), trp.patch(other):
         users_code()
