@@ -232,7 +232,8 @@ def test_a_setting_of_a_later_peft_is_named_as_unused():
 
 WRONG_NUMBERS = [
     *('{"lora_alpha": "4"}', '{"lora_alpha": NaN}', '{"alpha_pattern": [4]}'),
-    *('{"alpha_pattern": {"to_q": "x"}}', '{"alpha_pattern": {"(": 4}}'),
+    *('{"alpha_pattern": {"to_q": "x"}}', '{"alpha_pattern": {"(": 4}}', '{"alpha_pattern": {"(?i)to_q": 4}}'),
+    *('{"lora_alpha": ""}', f'{{"lora_alpha": 1{400 * "0"}}}'),
 ]
 
 

@@ -102,11 +102,14 @@ class PeftConfig:
 
     def _has_numbers(self) -> bool:
         """True if all alphas and ranks are finite numbers, and those of some modules have patterns that can match."""
+        values = [self._fields.get(name) for name in self._numbers]
         try:
-            tables = [self._fields.get(name) or {} for name in _PATTERNS]
-            some = [value for table in tables for end, value in table.items() if re.compile(end)]
-            return all(map(math.isfinite, filter(None, [*some, *map(self._fields.get, self._numbers)])))
-        except (AttributeError, TypeError, re.error):
+            for name in _PATTERNS:
+                for end, value in (self._fields.get(name) or {}).items():
+                    _matches(end, "")  # raises re.error for what cannot match
+                    values.append(value)
+            return all(math.isfinite(value) for value in values if value is not None)
+        except (AttributeError, TypeError, OverflowError, re.error):
             return False
 
 
