@@ -81,6 +81,16 @@ def test_a_loaded_model_is_the_patched_one(stored, build):
         patch.restore()
 
 
+def test_a_module_that_is_in_the_model_twice(stored):
+    """A file has weights for each of its places. The last ones count, as with load_state_dict."""
+    model, expected = tiny_wan_transformer(), patched()
+    first, second = (block.attn1 for block in model.blocks[:2])
+    second.norm_q = first.norm_q
+    load_converted(stored, model, CONFIG)
+    assert second.norm_q is first.norm_q
+    assert torch.equal(first.norm_q.weight, expected.blocks[1].attn1.norm_q.weight)
+
+
 def test_what_a_model_held_before_is_let_go(stored):
     model = tiny_wan_transformer()
     names = ("blocks.0.attn1.to_q.weight", "blocks.0.attn1.to_q.bias", "patch_embedding.weight")

@@ -200,7 +200,7 @@ class _Stored:
 
     def load(self, journal: Journal, model: nn.Module, device: torch.device) -> None:
         """Set all tensors on the model, one after the other."""
-        modules = dict(model.named_modules())
+        modules = dict(model.named_modules(remove_duplicate=False))
         dtype = self._kinds[f"{family_of(model).first_layer}.weight"].dtype
         with safe_open(self._file, framework="pt", device=str(device)) as file:
             for name, kind in self._kinds.items():
