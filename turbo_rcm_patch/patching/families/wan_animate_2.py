@@ -29,13 +29,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...checkpoints.names import Names
+from ...plain import is_autocast
 from ..steps.layers import Tables
 from ..steps.plan import state_of
 from ..steps.sparse_linear import rotate
 from ..weights.convert import ROWS_KNOWN
 from .family import Blocks, Family, Measured, RandomWeights
 from .wan import block as wan
-from .wan.forward import forward_of_kind
+from .wan.forward import run_block
 from .wan.measured import sub_layer_terms
 from .wan.modulation import modulation
 from .wan.parts import FIRST_LAYER, embedder
@@ -170,6 +171,18 @@ class AnimateBlock(wan.WanBlock):
     def image_tokens(self, context_tokens: int, beside: Beside) -> int:
         """Return the tokens of an image that come first in a context."""
         return beside.image_tokens or 0
+
+
+def block_forward(
+    self: WanAnimate2TransformerBlock, hidden_states: torch.Tensor, *args: object, **kwargs: object
+) -> torch.Tensor:
+    """Run WanAnimate2TransformerBlock.forward with fused ops. Bound on instances.
+
+    It takes what that forward takes, first hidden_states [B, S, C], and returns [B, S, C].
+    """
+    if is_autocast(hidden_states.device):
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    return run_block(self, block_inputs(self, hidden_states, *args, **kwargs))
 
 
 def block_inputs(
@@ -317,7 +330,7 @@ PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 BLOCKS = Blocks(
     name="blocks",
     block_class=WanAnimate2TransformerBlock,
-    forward=forward_of_kind,
+    forward=block_forward,
     kind=BLOCK,
     parts={"self_attn": WanAnimate2Attention, "cross_attn": WanAnimate2Attention, "ffn": nn.Module},
     decide=AnimateBlock.plan_for,

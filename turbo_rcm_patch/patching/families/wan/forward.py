@@ -31,15 +31,11 @@ def block_forward(
     It takes what the forward of the block's class takes, first hidden_states [B, S, C] and encoder_hidden_states
     [B|1, L, C], and returns [B, S, C]. cache-dit caches only blocks whose forward has parameters of these names.
     """
-    return forward_of_kind(self, hidden_states, encoder_hidden_states, *args, **kwargs)
-
-
-def forward_of_kind(self: nn.Module, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """Do what `block_forward` does, for a class whose other arguments come in any order."""
+    inputs = (hidden_states, encoder_hidden_states, *args)
     if is_autocast(hidden_states.device):
-        return type(self).forward(self, hidden_states, *args, **kwargs)
+        return type(self).forward(self, *inputs, **kwargs)
     kind: WanBlock = state_of(self).kind
-    return run_block(self, kind.inputs(self, hidden_states, *args, **kwargs))
+    return run_block(self, kind.inputs(self, *inputs, **kwargs))
 
 
 def block_inputs(
