@@ -59,7 +59,7 @@ def attention_forward(
     The sum is divided by out_scale [B] if given. If nearly all blocks are kept, write attention to all of them.
 
     `why_not` must accept qkv and blocks. blocks must have counts, kept_share and left_value. mass: the share of the
-    attention for which the blocks were chosen. No more than about this share of the blocks is kept.
+    attention for which the blocks were chosen. No more than about this share of the blocks is kept, except for ties.
     """
     batch, tokens, heads, _ = out.shape
     _, _, query_blocks, key_blocks = blocks.block_map.shape
