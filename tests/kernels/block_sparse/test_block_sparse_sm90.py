@@ -312,7 +312,7 @@ def checked_lists(blocks: Blocks, qkv: QuantizedQKV, mass: float) -> Lists:
 
 
 @pytest.mark.gpu
-def test_dense_attention_takes_over_where_nearly_all_blocks_are_kept(sm_90):
+def test_dense_attention_takes_over_where_nearly_all_blocks_are_kept(sm_90, taken):
     """A CUDA graph decides anew each time. Mass 0.98 keeps 98 % of the blocks of random values."""
     shape = LARGE["more tiles than multiprocessors"]
     calls = {mass: functools.partial(block_sparse_attention_8bit, mass=mass) for mass in (0.98, 1.0)}
@@ -322,6 +322,9 @@ def test_dense_attention_takes_over_where_nearly_all_blocks_are_kept(sm_90):
         quantize_qkv(*(x.to("cuda", torch.bfloat16).flatten(2) for x in qkv), heads=shape[2], v_format=FP8)
         for qkv in (spread, even)
     )
+    of_lists = calls[0.98](sharp)
+    ((_, blocks, *_),) = taken
+    assert_as_good(of_lists, sharp, checked_lists(blocks, sharp, 0.98))  # dense attention writes nothing here
     given = QuantizedQKV(*(x.clone() for x in sharp[:6]), sharp.dtype)
     for call in calls.values():
         call(given)
