@@ -74,7 +74,7 @@ def make_video(arguments):
         num_frames=num_frames,
         num_inference_steps=4,
         guidance_scale=1.0,
-        output_type="np" if is_first else "pt",  # "pt" copies nothing to the CPU, where the copies delay each other
+        output_type="np" if is_first else "pt",  # "pt" stays on the GPU: one copy on the CPU will do
         generator=torch.Generator(device).manual_seed(0),  # the same seed in all processes
     ).frames[0]
     if is_first:

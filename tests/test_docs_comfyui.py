@@ -42,7 +42,7 @@ def test_the_line_of_generate(pipe, capsys):
     arguments = shlex.split(line.replace("--vram 24GB ", ""))  # which needs a GPU
     assert main([*arguments, *TINY[: TINY.index("--steps")], "--device", "cpu"]) == 0
     printed = capsys.readouterr()
-    assert printed.out.count("if it is not lightning, give --recipe\n") == 1
+    assert printed.out.count("if it is not lightning, name the recipe\n") == 1
     assert "use_distilled" not in printed.err
     assert Path("fox.mp4").exists()
 

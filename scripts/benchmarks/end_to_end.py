@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, preset: str, device: torch.device, *, i
         **size,
         "num_inference_steps": options.steps,
         "guidance_scale": 1.0,
-        # Several processes that copy frames to the CPU delay each other, and only the first one's are looked at.
+        # Only the first process's frames are looked at. Those of the others stay on the GPU.
         "output_type": ("np" if is_first else "pt") if options.decode else "latent",
     }
     layers = sum(1 for _ in family_of(pipe.transformer).every_block(pipe.transformer))

@@ -109,7 +109,7 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
         options = {"steps": longest, "classifier_free_guidance": guided}
         with _untold_twice():
             handle = use_distilled(pipe, source, recipe, scale, **options)
-        tell(arguments, str(handle).replace("give recipe=", "give --recipe"))
+        tell(arguments, str(handle))
     except NotRecognised:
         names = recipe_names(sound=pipeline_of(pipe).has_sound)
         option = f"--recipe: {names}" if hasattr(arguments, "recipe") else "--sigma-max, for rCM"

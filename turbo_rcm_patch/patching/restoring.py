@@ -1,4 +1,7 @@
-"""What the handles of all patches share: they restore at the end of a ``with``, and check first that they can."""
+"""The part that the handles of all patches share.
+
+A handle restores at the end of a ``with``. It checks first that it can.
+"""
 
 from __future__ import annotations
 

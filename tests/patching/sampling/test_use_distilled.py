@@ -157,7 +157,7 @@ def test_a_file_told_by_its_contents_alone_is_warned_about(tmp_path, caplog):
     source = lora_files.lightx2v(pipe.transformer, 64).save(tmp_path / "lora.safetensors")
     with trp.use_distilled(pipe, source) as handle:
         assert "lightx2v (rank 64 without alphas" in str(handle)
-    assert "if it is not lightx2v, give recipe=" in caplog.text
+    assert "if it is not lightx2v, name the recipe" in caplog.text
 
 
 def test_an_unknown_file_lists_every_recipe_and_changes_nothing(tmp_path):
@@ -186,7 +186,7 @@ def test_a_folder_of_another_recipe_than_the_contents_decides_nothing(tmp_path, 
     assert_untouched(pipe, before)
     source = lora_files.kohya(pipe.transformer).save(tmp_path / "rcm/style.safetensors")
     with trp.use_distilled(pipe, source):
-        assert "recognised only by a folder's name; if it is not rcm, give recipe=" in caplog.text
+        assert "recognised only by a folder's name; if it is not rcm, name the recipe" in caplog.text
 
 
 def test_a_loaded_model_whose_name_and_files_contradict_is_an_error(tmp_path):
@@ -365,7 +365,7 @@ def test_a_style_s_lora_that_is_named_like_a_recipe_is_told_apart(tmp_path, capl
     source = lora_files.style(pipe.transformer).save(tmp_path / "lightning_storm_style.safetensors")
     with trp.use_distilled(pipe, source) as handle:
         assert "recognised only by its name (it has matrices for 2 of the blocks' 20 linears)" in str(handle)
-    assert "if it is not lightning, give recipe=" in caplog.text
+    assert "if it is not lightning, name the recipe" in caplog.text
 
 
 def test_a_style_s_lora_in_the_second_place_is_told_apart_too(tmp_path):

@@ -200,7 +200,7 @@ def _sampling(
             )
         chosen, evidence = RECIPES[found.recipe], found.evidence
         if found.alone:
-            notes.append(f"recognised only by {found.alone}; if it is not {chosen.name}, give recipe=")
+            notes.append(f"recognised only by {found.alone}; if it is not {chosen.name}, name the recipe")
     recipe = _variant(chosen, pipe, bool(files))
     boundary = _boundary(recipe, own) if len(models) == 2 else own
     recipe = recipe if number is None else recipe.in_steps(number)

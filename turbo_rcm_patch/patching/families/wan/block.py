@@ -104,7 +104,7 @@ class WanBlock:
     why_dense: str | None = None
 
     def plan_for(self, block: nn.Module, wan_call: WanCall) -> BlockPlan:
-        """Return the plan of a block for one kind of call."""
+        """Return the plan of a block for one kind of call. A family overrides this to change what `decide` plans."""
         return decide(self, block, wan_call)
 
     def parts_of(self, block: nn.Module) -> nn.Module | Parts:
