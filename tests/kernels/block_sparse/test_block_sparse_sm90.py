@@ -248,7 +248,7 @@ def test_there_is_one_launch_if_mass_is_too_low_for_so_many_blocks(on_cpu, monke
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "least", "most"),
-    [(12, 32760, 0.9, 0.94), (40, 75600, 0.95, 0.99), (12, 7800, 0.9, 0.9), (1, 1, 0.9, 0.9)],
+    [(12, 32760, 0.93, 0.95), (40, 75600, 0.97, 0.99), (12, 7800, 0.9, 0.9), (1, 1, 0.9, 0.9)],
 )
 def test_longer_sequences_are_dense_from_a_larger_share_on(heads, tokens, least, most):
     share = sm90.dense_share(heads * -(-tokens // BLOCK_Q), -(-tokens // BLOCK_K), 132)

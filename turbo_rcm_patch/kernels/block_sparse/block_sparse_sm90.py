@@ -28,9 +28,9 @@ with contextlib.suppress(ImportError, AttributeError):  # attention_sm90.GLUON_E
     from ..attention_8bit.attention_8bit_sm90_kernel import QUERIES, attention_8bit_kernel
 
 BLOCKS = (192, 128)  # queries and keys of a block
-# The fixed cost of a tile of queries with a list, in units of the time for one tile of keys. An H100's times with all
-# blocks kept (docs/designs.md) give about 32 at 12x32760x128 and 21 at 40x75600x128.
-LIST_COST = 24
+# The fixed cost of a tile of queries with a list, in units of the time for one tile of keys. An H200's times with all
+# blocks kept (docs/designs.md) give 12 or 13 at 12x32760x128, 9 or 10 at 32x28672x128 and 19 at 40x75600x128.
+LIST_COST = 14
 LEAST_DENSE = 0.9  # A smaller share of kept blocks always has lists.
 
 
