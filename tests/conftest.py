@@ -11,6 +11,11 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     gc.disable()  # until all is imported
     threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
+    # Each worker has another GPU first. It sees the others too, for tests of several.
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)
+    if len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 import torch
 
@@ -70,6 +75,12 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """With ``-n auto``, start 16 workers for each GPU."""
+    return 16 * torch.cuda.device_count() or None
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,13 @@
 
     python scripts/benchmarks/gpu_session.py --results results                    # all, into results/<the GPU>.json
     python scripts/benchmarks/gpu_session.py --results results --only tests ops   # the other runs in the file stay
+    python scripts/benchmarks/gpu_session.py --results results --only ops verify --together --seconds 600
 
-Steps that need more GPUs than there are run only if you name them. Every measurement first checks its results. The
-exceptions are first-step, host-time, wan2.1-14b-in-24-gb, compare's steps and timings of the sparse tiers; verify's
-steps check these instead. A table of the steps that passed comes last.
+Steps that need more GPUs than there are run only if you name them. With --together, steps run at the same time on GPUs
+of their own. Steps that measure the host (host-time, first-step, small-cards, group-offload) and the tests, which keep
+all cores busy, want a call of their own. Every measurement first checks its results. The exceptions are first-step,
+host-time, wan2.1-14b-in-24-gb, compare's steps and timings of the sparse tiers; verify's steps check these instead. A
+table of the steps that passed comes last.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 
@@ -114,7 +118,7 @@ ON_SEVERAL_GPUS = {gpus: _on_several_gpus(gpus) for gpus in (2, 4)}
 
 # CHECKS pass or fail. The figures of the other steps go into the results file.
 CHECKS = {
-    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "16", "tests"),
+    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "auto", "tests"),
     "info": (*CLI, "info"),
     **{tool: ("scripts/tools/sanitize_kernels.py", "--tool", tool) for tool in SANITIZERS},
 }
@@ -193,6 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, help="folder of the results files, one per GPU")
     parser.add_argument("--logs", type=Path, default=ROOT / "runs/gpu-session", help="folder for the steps' output")
     parser.add_argument("--only", nargs="+", choices=(*CHECKS, *MEASUREMENTS), help="run these steps alone")
+    parser.add_argument("--together", action="store_true", help="run steps at the same time, each on GPUs of its own")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="cut off what still runs then")
     parser.add_argument("--commit", help="what is checked out, for a copy without its git history")
     options = parser.parse_args(argv)
     if options.commit is not None:
@@ -202,51 +208,80 @@ def main(argv: list[str] | None = None) -> int:
     options.logs.mkdir(parents=True, exist_ok=True)
     options.results.mkdir(parents=True, exist_ok=True)
     results = ResultsFile(options.results, torch.cuda.get_device_name())
+    steps = list(chosen_steps(options.only, torch.cuda.device_count()))
     rows = []
-    for name in chosen_steps(options.only, torch.cuda.device_count()):
+    for name, code, seconds in run_steps(steps, options.logs, options.together, time.monotonic() + options.seconds):
+        result = "passed" if code == 0 else "cut off" if code is None else f"failed {code}"
+        rows.append((name, result, seconds))
         log, figures = (options.logs / f"{name}.{kind}" for kind in ("log", "json"))
-        code, seconds = run((CHECKS | MEASUREMENTS)[name], log, figures if name in MEASUREMENTS else None)
-        rows.append((name, code, seconds))
+        print(f"\n== {name}: {result}\n{log.read_text()}", flush=True)
         if name in MEASUREMENTS and figures.exists():
             results.keep_runs(name, json.loads(figures.read_text()))
         if name == "tests":
             results.keep_tests(code, log.read_text())
         if name in SANITIZERS:
             results.keep_sanitizer(name, code)
-    width = max((len(name) for name, _, _ in rows), default=4)
+    width = max(4, *(len(name) for name in steps))
     print(f"\n{'step':{width}}  result    seconds")
-    for name, code, seconds in rows:
-        print(f"{name:{width}}  {'passed' if code == 0 else f'failed {code}':8} {seconds:8.1f}")
-    return int(any(code for _, code, _ in rows))
+    for name, result, seconds in rows:
+        print(f"{name:{width}}  {result:8} {seconds:8.1f}")
+    return int(len(rows) < len(steps) or any(result != "passed" for _, result, _ in rows))
 
 
 def chosen_steps(only: list[str] | None, gpus: int) -> Iterator[str]:
-    """Yield the steps asked for, else those that this many GPUs can run. Print the steps that are left out."""
-    for name in CHECKS | MEASUREMENTS:
+    """Yield the steps asked for in their order, else all that this many GPUs can run. Print which are left out."""
+    for name in only or CHECKS | MEASUREMENTS:
         if only is None and GPUS.get(name, 1) > gpus:
             print(f"{name} is left out: it needs {GPUS[name]} GPUs")
-        elif only is None or name in only:
+        else:
             yield name
 
 
-def run(command: tuple[str, ...], log: Path, figures: Path | None) -> tuple[int, float]:
-    """Run one step, and show and keep its output. Return the exit code and the seconds taken.
+def run_steps(steps: list[str], logs: Path, together: bool, end: float) -> Iterator[tuple[str, int | None, float]]:
+    """Run the steps, and yield the name, exit code and seconds of each as it ends. The code of a cut-off step is None.
 
-    figures: the file for its figures, which is made anew.
+    together: steps run at the same time. Each waits until its GPUs are free, and none overtakes another.
+    end: when steps are cut off and none begins any more, on the clock of time.monotonic.
     """
-    print(f"\n== {log.stem}", flush=True)
-    if figures is not None:
-        figures.unlink(missing_ok=True)
-        command = (*command, "--json", str(figures.resolve()))
-    start = time.perf_counter()
+    steps = list(steps)
+    free = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    count = len(free)
+    running: dict[Future, tuple[str, list[str]]] = {}
+    with ThreadPoolExecutor(count) as pool:
+        while running or (steps and time.monotonic() < end):
+            while steps and time.monotonic() < end:
+                needed = min(count, GPUS.get(steps[0], 1)) if together else count
+                if needed > len(free):
+                    break
+                name, gpus, free = steps.pop(0), free[:needed], free[needed:]
+                print(f"== {name} begins on GPU {','.join(gpus)}", flush=True)
+                running[pool.submit(run, name, logs, gpus, end)] = name, gpus
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                name, gpus = running.pop(future)
+                free = [*gpus, *free]
+                yield name, *future.result()
+    if steps:
+        print(f"Time was up before these began: {', '.join(steps)}")
+
+
+def run(name: str, logs: Path, gpus: list[str], end: float) -> tuple[int | None, float]:
+    """Run one step on these GPUs, with its output in a log. Return the exit code, None if cut off, and the seconds."""
+    log, figures = (logs / f"{name}.{kind}" for kind in ("log", "json"))
+    figures.unlink(missing_ok=True)
+    command = [sys.executable, *(CHECKS | MEASUREMENTS)[name]]
+    if name in MEASUREMENTS:
+        command += ["--json", str(figures.resolve())]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    start = time.monotonic()
     with open(log, "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            file.write(line)
-    return process.wait(), time.perf_counter() - start
+        try:
+            timeout = None if end == float("inf") else max(0, end - start)
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    return code, time.monotonic() - start
 
 
 class ResultsFile:

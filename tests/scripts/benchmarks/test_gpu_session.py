@@ -29,9 +29,9 @@ def writes(text, code=0):
     return "-c", program
 
 
-def session(tmp_path, *only):
-    options = ["--results", str(tmp_path / "results"), "--logs", str(tmp_path / "logs"), "--only", *only]
-    return gpu_session.main(options)
+def session(tmp_path, *only, options=()):
+    folders = ["--results", str(tmp_path / "results"), "--logs", str(tmp_path / "logs")]
+    return gpu_session.main([*folders, "--only", *only, *options])
 
 
 def test_runs_are_kept_by_gpu_and_replaced_by_name(tmp_path, monkeypatch, capsys, gpu):
@@ -67,6 +67,53 @@ def test_a_step_of_several_tiers_gives_a_run_for_each(tmp_path, monkeypatch, gpu
     assert session(tmp_path, "b", "a-2-gpus") == 1  # one tier failed after the others
     runs = json.loads((tmp_path / "results/nvidia-geforce-x-2-test.json").read_text())["runs"]
     assert list(runs.items()) == [("a-2-gpus", {"x": 1}), ("a-block-sparse-2-gpus", {"x": 2}), ("b", {"x": 3})]
+
+
+def waits_for(mine, other):
+    """A step that writes the GPUs that it sees, and waits until another step has written its own."""
+    return (
+        "-c",
+        "import os, sys, time; from pathlib import Path\n"
+        f"Path({str(mine)!r}).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        f"while not Path({str(other)!r}).exists(): time.sleep(0.01)",
+    )
+
+
+def test_together_steps_run_at_the_same_time_on_gpus_of_their_own(tmp_path, monkeypatch, gpu):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    a, b, c = (tmp_path / name for name in "abc")
+    steps = {"a": waits_for(a, b), "b": waits_for(b, a), "c": waits_for(c, c)}
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {})
+    monkeypatch.setattr(gpu_session, "CHECKS", steps)
+    monkeypatch.setattr(gpu_session, "GPUS", {"b": 2, "c": 3})
+    assert session(tmp_path, *steps, options=["--together", "--seconds", "60"]) == 0
+    assert a.read_text() == "4"
+    assert b.read_text() == "5,6"
+    assert sorted(c.read_text().split(",")) == ["4", "5", "6"]
+
+
+def test_one_step_after_the_other_sees_all_gpus(tmp_path, monkeypatch, gpu):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    a, b = (tmp_path / name for name in "ab")
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {})
+    monkeypatch.setattr(gpu_session, "CHECKS", {"a": waits_for(a, a), "b": waits_for(b, a)})
+    assert session(tmp_path, "b", "a", options=["--seconds", "3"]) == 1  # b waits for a, which does not begin
+    assert b.read_text() == "4,5"
+    assert not a.exists()
+
+
+def test_a_step_that_is_cut_off_keeps_its_figures(tmp_path, monkeypatch, capsys, gpu):
+    program = (
+        "import sys, time; open(sys.argv[sys.argv.index('--json') + 1], 'w').write('{\"exact\": {}}'); time.sleep(99)"
+    )
+    command = ("-c", program, "--preset", "exact", "sparse")
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"a": command, "b": writes("{}")})
+    assert session(tmp_path, "a", "b", options=["--seconds", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "a     cut off" in printed
+    assert "Time was up before these began: b" in printed
+    assert json.loads((tmp_path / "results/nvidia-geforce-x-2-test.json").read_text())["runs"] == {"a": {}}
 
 
 def test_figures_of_an_earlier_session_are_not_taken_for_new_ones(tmp_path, monkeypatch, gpu):
