@@ -91,6 +91,18 @@ def test_every_pair_of_the_results_is_known():
     assert all(re.search(rf"torch {torch}\S* with Triton {triton}", readme) for torch, triton in versions.RAN_ON_A_GPU)
 
 
+def test_the_readme_names_the_commit_of_the_gpu_tests():
+    """The tests of the GPU that has the most measurements."""
+    results = [json.loads(path.read_text()) for path in (ROOT / "results").glob("nvidia-*.json")]
+    (tests,) = max(results, key=lambda each: len(each["runs"]))["tests"]
+    environment = tests["environment"]
+    assert tests["ok"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    release = environment["torch"].partition("+")[0]
+    told = rf"torch {release} with Triton {environment['triton']} \(all timings; all GPU tests at commit (\w+)\)"
+    assert re.search(told, readme)[1] == environment["commit"][:7]
+
+
 def test_the_newest_tested_are_within_what_pip_installs():
     tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

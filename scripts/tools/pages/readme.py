@@ -75,11 +75,11 @@ def _seconds(runs: dict, model: str) -> str:
         return ""
     totals = {tier_of_run(run): _total(run, PATCHED) for run in videos}
     ours = _and([f"{seconds:.2f} s ({tier})" for tier, seconds in totals.items()])
-    rivals = [_and([f"{_total(run, name):.1f}" for run in videos]) + " s" for name in (COMPILED, UNPATCHED)]
+    compiled, unpatched = (_range([_total(run, name) for run in videos], _tenths) for name in (COMPILED, UNPATCHED))
     count = videos[0]["settings"]["num_inference_steps"]
     return (
-        f" A video in {count} steps, from prompt embeddings to frames, takes {ours}, beside "
-        f"{rivals[0]} with `torch.compile`, {rivals[1]} in diffusers."
+        f" A video in {count} steps, from prompt embeddings to frames, takes {ours}; with "
+        f"`torch.compile` {compiled} s, in diffusers {unpatched} s."
     )
 
 
@@ -123,6 +123,10 @@ def _percent(share: float) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.2f}×"
+
+
+def _tenths(seconds: float) -> str:
+    return f"{seconds:.1f}"
 
 
 def _range(values: Iterable[float], shown: Callable[[float], str]) -> str:
