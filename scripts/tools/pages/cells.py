@@ -14,8 +14,19 @@ def table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def versions(environment: dict) -> str:
-    commit = f", commit {environment['commit'][:12]}" if environment.get("commit") else ""
-    return ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "diffusers")) + commit
+    return versions_and_commits([environment])
+
+
+def versions_and_commits(environments: Iterable[dict]) -> str:
+    """Return each set of versions once, with all commits that ran with it."""
+    commits: dict[str, dict[str, None]] = {}
+    for environment in environments:
+        names = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "diffusers"))
+        known = commits.setdefault(names, {})
+        if environment.get("commit"):
+            known[environment["commit"][:12]] = None
+    words = {0: "", 1: ", commit "}
+    return "; ".join(names + words.get(len(of), ", commits ") + ", ".join(of) for names, of in commits.items())
 
 
 def bold(text: str, missed: bool) -> str:
