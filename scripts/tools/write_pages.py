@@ -65,8 +65,8 @@ OPS = {
 GPUS = ("nvidia-h200", "nvidia-h100")
 INTRODUCTION = """# Results
 
-All figures that were measured. Each GPU, the newest first, begins with a summary. Its tables open at a click. A result
-that misses its target is bold. "4 layers" means that so many of a model's layers ran, all of which take the same time.
+All figures that were measured. Each GPU, the newest first, begins with a summary. Its tables open at a click. ✗ marks
+a result that misses its target. "4 layers" means that so many of a model's layers ran, all of which take the same time.
 [The designs that were tried](../docs/designs.md) have a page of their own.
 
 <details markdown="1"><summary>Where the figures come from</summary>

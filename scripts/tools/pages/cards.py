@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from scripts.tools.pages.cells import bold, table_of, versions
+from scripts.tools.pages.cells import marked, table_of, versions
 from turbo_rcm_patch.amounts import in_gb
 
 HOST_MEMORY = {1: 1.25, 2: 2.5}  # by the number of transformers, times the 8-bit weights of one, wanted at most
@@ -90,11 +90,11 @@ def _cells(run: dict, limits: Limits) -> Iterator[list[str]]:
 
 
 def _time(text: str, row: dict, whole: dict | None, key: str, most: float) -> str:
-    """Return a time with how many times it is that without a cap, bold where that is above the limit."""
+    """Return a time with how many times it is that without a cap, with ✗ where that is above the limit."""
     if whole is None or whole["seconds"] is None:
         return text
     ratio = row[key] / whole[key]
-    return bold(f"{text} ({ratio:.2f}×)", ratio > most)
+    return marked(f"{text} ({ratio:.2f}×)", ratio > most)
 
 
 def host_memory(run: dict) -> str:
@@ -102,7 +102,7 @@ def host_memory(run: dict) -> str:
     settings, figures = run["settings"], run["host_memory"]
     share, wanted = figures["peak"] / figures["weights"], HOST_MEMORY[settings["experts"]]
     experts = ", two experts" if settings["experts"] == 2 else ""
-    times = bold(f"{share:.2f}×", share > wanted)
+    times = marked(f"{share:.2f}×", share > wanted)
     return (
         f"`load_converted` and `fit` of {settings['config']}{experts} for {settings['vram']} take "
         f"{in_gb(figures['peak'])} GB of the host's memory at most, {in_gb(figures['pinned'])} GB of it pinned. "
@@ -137,7 +137,7 @@ def _name(settings: dict) -> str:
 
 
 def _stages(row: dict, most: float) -> str:
-    """Return the measured peak of each stage, with the predicted one in brackets, each bold where it misses its limit.
+    """Return the measured peak of each stage, with the predicted one in brackets, both with ✗ where they miss a limit.
 
     most: the bytes of a step's peak.
     """
@@ -147,7 +147,7 @@ def _stages(row: dict, most: float) -> str:
 
 def _peak(row: dict, stage: str, most: float) -> str:
     measured, predicted = row["allocated"][stage], row.get("peaks", {}).get(stage)
-    text = f"{stage} {bold(in_gb(measured), stage == 'denoising' and predicted is not None and measured > most)}"
+    text = f"{stage} {marked(in_gb(measured), stage == 'denoising' and predicted is not None and measured > most)}"
     if predicted is None:
         return text
-    return f"{text} ({bold(in_gb(predicted), not measured <= predicted <= PREDICTED * measured)})"
+    return f"{text} ({marked(in_gb(predicted), not measured <= predicted <= PREDICTED * measured)})"

@@ -29,15 +29,15 @@ def versions_and_commits(environments: Iterable[dict]) -> str:
     return "; ".join(names + words.get(len(of), ", commits ") + ", ".join(of) for names, of in commits.items())
 
 
-def bold(text: str, missed: bool) -> str:
-    return f"**{text}**" if missed else text
+def marked(text: str, missed: bool) -> str:
+    return f"{text} ✗" if missed else text
 
 
 def speedup(rival: float | None, step: float, target: float) -> str:
-    """Return the rival's time over the step's, bold where it misses the target."""
+    """Return the rival's time over the step's, with ✗ where it misses the target."""
     if rival is None:
         return ""
-    return f"{rival / step:.2f}×" if rival >= target * step else f"**{rival / step:.2f}×**"
+    return marked(f"{rival / step:.2f}×", rival < target * step)
 
 
 def percent(share: float | None) -> str:

@@ -9,7 +9,7 @@ from scripts.tools.pages.charts import model_of
 from turbo_rcm_patch.bench.ops_quantized import ATTENTION_ERROR
 from turbo_rcm_patch.patching.families import CASES
 
-from .cells import bold, percent, table_of
+from .cells import marked, percent, table_of
 
 VERIFIED_HEADER = (
     "run",
@@ -38,13 +38,13 @@ def _verified_rows(name: str, run: dict) -> Iterator[list[str]]:
         failed = blocks["failed"] + len(run["unreached"])
         unpatched, patched = blocks["unpatched_error"], blocks["patched_error"]
         figures = (f"{error:.1e}" for error in (unpatched["mean"], patched["mean"], patched["largest"]))
-        yield [label, preset, f"{blocks['count']} of blocks", bold(str(failed), failed > 0), *figures]
+        yield [label, preset, f"{blocks['count']} of blocks", marked(str(failed), failed > 0), *figures]
         label = preset = ""
     for method in filter(run.get, ("encoding", "decoding")):
         check = run[method]
         figures = (f"{check[kind]:.1e}" for kind in ("unpatched_error", "patched_error", "patched_error"))
         failed = int(not check["ok"])
-        yield [label, preset, f"1 of {method}", bold(str(failed), failed > 0), *figures]
+        yield [label, preset, f"1 of {method}", marked(str(failed), failed > 0), *figures]
         label = preset = ""
 
 
@@ -70,7 +70,7 @@ def parts_table(run: dict) -> str:
     for part in run["parts"]:
         mean, largest = (f"{part['error'][which]:.1e}" for which in ("mean", "largest"))
         allowed = "" if part["allowed"] is None else f"{part['allowed']:.1e}"
-        rows.append([part["part"], mean, bold(largest, part["failed"] > 0), allowed])
+        rows.append([part["part"], mean, marked(largest, part["failed"] > 0), allowed])
     model = settings.get("config") or settings.get("model")
     return (
         f"Relative L2 errors of the parts of blocks of {model}, preset {settings['preset']}, to an fp32 oracle. Each "
@@ -104,6 +104,6 @@ def attention_errors_table(run: dict) -> str:
 
 def _attention_error_row(error: dict) -> list[str]:
     figures = {"cosine": ".5f", "relative_l1": ".1e", "relative_l2": ".1e", "rival_l2": ".1e", "beside_rival": ".2f"}
-    cells = [bold(format(error[name], form), name in error["missed"]) for name, form in figures.items()]
+    cells = [marked(format(error[name], form), name in error["missed"]) for name, form in figures.items()]
     allowed = f"L2 ≤ {ATTENTION_ERROR:.1e}" if error["values"] == NORMAL else LIKE_A_MODELS
     return [error["values"], str(error["count"]), *cells, allowed]

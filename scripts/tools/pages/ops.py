@@ -8,7 +8,7 @@ from turbo_rcm_patch.bench.ops import OpKey
 from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 
-from .cells import bold, table_of
+from .cells import marked, table_of
 
 OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
 OPS_QUANTIZED_HEADER, OPS_SPARSE_HEADER = (("op, 8 bits", *OPS_HEADER[1:]), ("op, sparse", *OPS_HEADER[1:]))
@@ -24,7 +24,7 @@ def tests_table(tests: list[dict]) -> str:
         versions = [environment[name] for name in ("torch", "triton", "diffusers")]
         failed = sum(entry.get(word, 0) for word in ("failed", "error", "errors"))
         cells = [*versions, (environment.get("commit") or "")[:12], str(entry.get("passed", 0))]
-        cells.append(str(failed) if entry["ok"] else f"**{failed}**")
+        cells.append(marked(str(failed), not entry["ok"]))
         rows.append(cells)
     return table_of(TESTS_HEADER, rows)
 
@@ -50,7 +50,7 @@ def first_step(run: dict) -> str:
     if DECODE in empty:
         seconds = f"{empty[DECODE]:.1f} s"
         missed = empty[DECODE] > FIRST_DECODE
-        text += f"; the first decode {f'**{seconds}**' if missed else seconds} and {filled[DECODE]:.1f} s "
+        text += f"; the first decode {marked(seconds, missed)} and {filled[DECODE]:.1f} s "
         text += f"({FIRST_DECODE} s are wanted at most)"
     return text + ".\n"
 
@@ -62,7 +62,7 @@ def host_time(run: dict) -> str:
     cells = []
     for name, value in run["milliseconds"].items():
         missed = name != "unpatched" and value > HOST_TIME
-        cells.append(f"{name} **{value:.2f} ms**" if missed else f"{name} {value:.2f} ms")
+        cells.append(marked(f"{name} {value:.2f} ms", missed))
     ranks = run["settings"].get("ulysses", 1)
     where = f" on one of {ranks} GPUs that share the tokens" if ranks > 1 else ""
     return (
@@ -90,7 +90,7 @@ def memory_cap(run: dict) -> str:
     return (
         f"With a cap of {run['cap_bytes'] / GB:g} GB on the GPU's memory, a step of {size}, in 8 bits "
         f"{_capped_step(run)}; its weights take {run['weight_bytes'] / GB:.1f} GB there, "
-        f"{bold(f'{weights:.2f}×', weights > WEIGHTS)} those in bf16 ({WEIGHTS}× is wanted at most).\n"
+        f"{marked(f'{weights:.2f}×', weights > WEIGHTS)} those in bf16 ({WEIGHTS}× is wanted at most).\n"
     )
 
 
@@ -144,13 +144,13 @@ def op_rows(result: dict) -> list[list[str]]:
     timings, rows = result["timings"], []
     most, least = result.get("most"), result.get("least")
     ours = timings[best]["milliseconds"]
-    shown = bold(f"{ours:.3f}", ours > (most or ours))
+    shown = marked(f"{ours:.3f}", ours > (most or ours))
     if rate := result.get("teraflops"):
-        shown += f" ({bold(f'{rate:.0f}', rate < (least or rate))} TFLOP/s)"
+        shown += f" ({marked(f'{rate:.0f}', rate < (least or rate))} TFLOP/s)"
     for index, (rival, speedup) in enumerate([*result["speedups"].items()] or [("", None)]):  # a rival may not run
         label = [case, shown] if index == 0 else ["", ""]
         target = result["targets"].get(rival)
-        figure = "" if speedup is None else bold(f"{speedup:.3f}", target is not None and speedup < target)
+        figure = "" if speedup is None else marked(f"{speedup:.3f}", target is not None and speedup < target)
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
         rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
         errors = [timings[best]["error"] if index == 0 or timing["error"] is not None else None, timing["error"]]
@@ -177,18 +177,11 @@ def sparse_attention_sentence(runs: dict) -> str:
     sparse, quantized = rows[key], rows[key._replace(op="norms_attention_8bit")]
     heads, tokens, head_dim = key.shape
     dense, exact = _milliseconds(sparse, DENSE), _milliseconds(quantized, OURS_EXACT)
+    ours, in_8_bits = (_milliseconds(row, row["best"]) for row in (sparse, quantized))
     return (
         f"One self-attention with its norms and RoPE ({heads} heads of {head_dim}, {tokens} tokens): exact {exact} ms "
-        f"beside {_best(quantized)} in 8 bits, and sparse {_best(sparse)} beside {dense} in 8 bits; each pair was "
-        "timed in turns.\n"
+        f"beside {in_8_bits} in 8 bits, and sparse {ours} beside {dense} in 8 bits; each pair was timed in turns.\n"
     )
-
-
-def _best(result: dict) -> str:
-    """Return the milliseconds of ours, bold if they miss a target."""
-    time = result["timings"][result["best"]]["milliseconds"]
-    too_slow = any(result["speedups"][rival] < target for rival, target in result["targets"].items())
-    return bold(f"{time:.2f}", too_slow or time > (result.get("most") or time))
 
 
 def _milliseconds(result: dict, contender: str) -> str:

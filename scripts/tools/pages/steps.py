@@ -9,7 +9,7 @@ from scripts.tools.pages.charts import ON_THE_PAGE_ALONE, milliseconds, model_of
 from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH
 from turbo_rcm_patch.tiers import EXACT, TIERS
 
-from .cells import bold, speedup, table_of
+from .cells import marked, speedup, table_of
 from .ops import WEIGHTS
 
 STEPS_HEADER = (
@@ -167,7 +167,7 @@ def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> lis
     seconds = {variant: timings[variant][stage] for variant in variants if variant in timings}
     limit = STAGE_LIMITS.get(name, {}).get(stage, seconds["patched"])
     shown = [f"{seconds[variant]:.2f}" if variant in seconds else "not run" for variant in variants]
-    shown[-1] = bold(shown[-1], seconds["patched"] > limit)
+    shown[-1] = marked(shown[-1], seconds["patched"] > limit)
     targets = DECODE_TARGETS.get(name, {}) if vae else {}
     speedups = [speedup(seconds.get(rival), seconds["patched"], targets.get(rival, 0.0)) for rival in variants[:-1]]
     label = _whole_video(run) if vae is None else f"decoding alone, {vae}, {_size(run)}"
@@ -175,8 +175,8 @@ def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> lis
 
 
 def _ratio(peak: int | None, other: int | None) -> str:
-    """Return a peak over another, bold where it is above 1, or "" if they are not known."""
-    return "" if peak is None else bold(f"{peak / other:.2f}×", peak > other)
+    """Return a peak over another, with ✗ where it is above 1, or "" if they are not known."""
+    return "" if peak is None else marked(f"{peak / other:.2f}×", peak > other)
 
 
 def gibibytes(peak: int | None) -> str:
@@ -205,13 +205,13 @@ def _over_compile(name: str, run: dict) -> str:
 
 
 def _memory_ratio(name: str, run: dict, rival: str = COMPILED) -> str:
-    """Return the patched peak over a variant's, bold where it is above the target."""
+    """Return the patched peak over a variant's, with ✗ where it is above the target."""
     peaks = {variant["name"]: variant["timings"]["peak_memory"] for variant in run["variants"]}
     if peaks.get(rival) is None:
         return ""
     ratio = peaks["patched"] / peaks[rival]
     target, most = MEMORY_TARGETS.get(name, (rival, ratio))
-    return bold(f"{ratio:.2f}×", target == rival and ratio > most)
+    return marked(f"{ratio:.2f}×", target == rival and ratio > most)
 
 
 def _memory_beside(name: str, run: dict) -> tuple[str, str]:
@@ -221,7 +221,7 @@ def _memory_beside(name: str, run: dict) -> tuple[str, str]:
     weights = {variant["name"]: variant.get("weights") for variant in run["variants"]}
     if rival == EXACT_PATCH and weights["patched"] is not None:
         share = weights["patched"] / weights["unpatched"]
-        shown += f", weights {bold(f'{share:.2f}×', share > WEIGHTS)}"
+        shown += f", weights {marked(f'{share:.2f}×', share > WEIGHTS)}"
         asked += f", weights {WEIGHTS}"
     return shown, asked
 
@@ -249,7 +249,7 @@ def step_rows(name: str, run: dict) -> list[list[str]]:
         if variant["name"] == "patched" and WITHOUT in steps:
             most = LORA_TARGETS.get(name, OTHER_LORA_TARGET)
             ratio = f"{step / steps[WITHOUT]:.3f}×"
-            shown += f" ({ratio if step <= most * steps[WITHOUT] else f'**{ratio}**'} without LoRA)"
+            shown += f" ({marked(ratio, step > most * steps[WITHOUT])} without LoRA)"
             asked = f"≤ {most}× without LoRA"
         if variant["name"] in UNCHANGED:
             shown += f" ({_cost_of_a_change(variant, step - steps[UNCHANGED[variant['name']]])})"
@@ -263,10 +263,10 @@ def step_rows(name: str, run: dict) -> list[list[str]]:
 
 
 def _cost_of_a_change(variant: dict, more: float) -> str:
-    """Return the milliseconds that a change adds to a step, and the compilations. A patched step's misses are bold."""
+    """Return the milliseconds that a change adds to a step, and the compilations. A patched step's misses have ✗."""
     is_ours, compiled = variant["name"] != COMPILED_AFTER_A_CHANGE, variant["compiled"]
-    on_top = bold(f"{more:+.1f} ms", is_ours and more > CHANGE_LIMIT)
-    return f"{on_top}, {bold(f'{compiled} compiled', is_ours and compiled > 0)}"
+    on_top = marked(f"{more:+.1f} ms", is_ours and more > CHANGE_LIMIT)
+    return f"{on_top}, {marked(f'{compiled} compiled', is_ours and compiled > 0)}"
 
 
 def whole_videos_table(runs: dict) -> str:
@@ -290,13 +290,13 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
         is_ours = variant == "patched"
         targets, limits = (each.get(name, {}) if is_ours else {} for each in (DECODE_TARGETS, STAGE_LIMITS))
         stages = {"steps": sum(timings["steps"]), **{key: timings[key] for key in ("vae_decode", "output", "total")}}
-        seconds = [bold(f"{value:.2f}", value > limits.get(key, value)) for key, value in stages.items()]
+        seconds = [marked(f"{value:.2f}", value > limits.get(key, value)) for key, value in stages.items()]
         rivals = ("unpatched", "torch.compile")
         speedups = [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
         asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
         asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
         limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
-        memory = bold(gibibytes(peak := timings["peak_memory"]), is_ours and peak is not None and peak > most_memory)
+        memory = marked(gibibytes(peak := timings["peak_memory"]), is_ours and peak is not None and peak > most_memory)
         rate = f"{run['decode_flops'] / decodes[variant] / 1e12:.0f}" if run.get("decode_flops") else ""
         cells = [*seconds, *speedups, rate, " / ".join(asked), memory]
         label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
@@ -312,7 +312,7 @@ def _error_limit(run: dict, compiled: float | None) -> float | None:
 
 
 def _step_error(error: float | None, limit: float | None) -> str:
-    """Return a step's error, bold if it is above the limit."""
+    """Return a step's error, with ✗ if it is above the limit."""
     if error is None:
         return ""
-    return f"{error:.1e}" if limit is None or error <= limit else f"**{error:.1e}**"
+    return marked(f"{error:.1e}", limit is not None and error > limit)

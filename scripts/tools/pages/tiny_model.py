@@ -54,14 +54,14 @@ def evaluated(file: str, runs: dict, training: dict | None) -> str:
     for variant, steps, accuracy, change, *psnr in rows:
         shares = [percent(accuracy[name]["share"]) for name in attributes]
         if accuracy["overall"]["share"] < ACCURACY_TARGETS.get(steps, 0):
-            shares[-1] = f"**{shares[-1]}**"
+            shares[-1] += " ✗"
         shares[-1] += f" ± {percent(accuracy['overall']['standard_error'])}"
         changed = "" if change is None else f"{100 * change['share']:+.1f} ± {percent(change['standard_error'])}"
         lines.append([variant, str(steps), *shares, changed, *map(decibels, psnr)])
     environment = evaluation["environment"]
     return (
         f"\nShare of what {evaluation['settings']['n']} held-out captions ask for that the videos show, in %, overall "
-        f"with its standard error; bold: below the target, {_accuracy_targets()}. {environment['gpu']}, torch "
+        f"with its standard error; ✗: below the target, {_accuracy_targets()}. {environment['gpu']}, torch "
         f"{environment['torch']}. {origin}"
         f"File: `{file}`.\n\n" + table_of(header, lines)
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from turbo_rcm_patch.amounts import in_gb
 
-from .cells import bold, table_of, versions
+from .cells import marked, table_of, versions
 
 # The names of variants in scripts/benchmarks/vae.py.
 UNPATCHED, COMPILED, PATCHED, IN_8_BITS = "unpatched", "torch.compile", "patched", "patched, 8 bits"
@@ -45,10 +45,10 @@ def _rows_of(rows: list[dict], work: str) -> Iterator[list[str]]:
             variant,
             f"{row['seconds']:.3f}",
             *(_speed_up(row, named, rival, work) for rival in (UNPATCHED, COMPILED)),
-            "" if memory is None else bold(in_gb(memory), variant == PATCHED and memory > unpatched),
+            "" if memory is None else marked(in_gb(memory), variant == PATCHED and memory > unpatched),
             "" if row["predicted"] is None else in_gb(row["predicted"]),
             "" if row["error"] is None else f"{row['error']:.1e}",
-            "" if (psnr := row.get("psnr")) is None else bold(f"{psnr:.1f}", psnr < PSNR),
+            "" if (psnr := row.get("psnr")) is None else marked(f"{psnr:.1f}", psnr < PSNR),
         ]
 
 
@@ -59,4 +59,4 @@ def _speed_up(row: dict, named: dict[str, dict], rival: str, work: str) -> str:
     is_missed = work == "encode" and row["variant"] == PATCHED and times < ENCODING[rival]
     if row["variant"] == IN_8_BITS:
         is_missed = named[PATCHED]["seconds"] / row["seconds"] < OVER_PATCHED
-    return bold(f"{times:.2f}×", is_missed)
+    return marked(f"{times:.2f}×", is_missed)

@@ -95,4 +95,4 @@ def test_the_headline_is_about_whole_videos_of_its_model_on_one_gpu():
     assert text.startswith(
         "On one **GPU X** a denoising step of Wan 2.1 1.3B at 32×16, 5 frames, is 1.20× (exact) as fast"
     )
-    assert "takes 1.50 s (exact), beside 3.0 s with `torch.compile`, 3.0 s in diffusers." in text
+    assert "takes 1.50 s (exact); with `torch.compile` 3.0 s, in diffusers 3.0 s." in text
