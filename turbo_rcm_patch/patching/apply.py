@@ -137,20 +137,19 @@ class Patch(Handle):
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     """Bind fused forwards on the transformers and the VAE of a diffusers pipeline, or on one of them.
 
-    The pipeline's video processor then converts the decoded video on the GPU (video_output.py). Module classes,
-    state_dict and `save_pretrained` stay the same. Parameters do too, except those that a tier stores in 8 bits
-    (convert.py).
+    The pipeline's video processor then converts the decoded video on the GPU. Module classes, `state_dict` and
+    `save_pretrained` stay the same. Parameters do too, except those that a tier stores in 8 bits.
 
     Args:
-        target: a diffusers pipeline with a `transformer` (and possibly a `transformer_2`), one of the transformers in
-            `families`, or an AutoencoderKLWan or AutoencoderKLQwenImage. A pipeline's VAE of another class is not
-            changed. A VAE that is patched already, because pipelines share it, keeps that patch. A VAE that was patched
-            alone is restored with this pipeline. The exact tier patches only the VAE of a pipeline whose transformers
-            are of unknown families. A warning and the summary say so.
+        target: a diffusers pipeline with a `transformer` (and possibly a `transformer_2`), a transformer of one of the
+            models in docs/models.md, or an AutoencoderKLWan or AutoencoderKLQwenImage. A pipeline's VAE of another
+            class is not changed. A VAE that is patched already, because pipelines share it, keeps that patch. A VAE
+            that was patched alone is restored with this pipeline. The exact tier patches only the VAE of a pipeline
+            whose transformers are of unknown families. A warning and the summary say so.
         config: a configuration (`Exact`, `Quantized`, `Sparse`, `BlockSparse`) or the name of a preset.
 
-    A call that another thread begins during the patch waits until the patch is complete. Packages newer than tested are
-    warned of once (versions.py).
+    A call that another thread begins during the patch waits until the patch is complete. A warning names packages that
+    are newer than tested, once.
 
     Raises:
         PatchError: the model is of an unknown family (and, in a pipeline, the VAE is not patched either). Or the model
