@@ -125,9 +125,7 @@ def test_weights_that_were_to_be_freed_are_kept_for_the_checks():
         assert "forward" not in vars(submodule)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # compare
-# ---------------------------------------------------------------------------------------------------------------------
 
 GENERATION = tiny_call(output_type="np", guidance_scale=1.0)
 

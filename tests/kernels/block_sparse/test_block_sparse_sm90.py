@@ -76,9 +76,7 @@ def assert_as_good(actual: torch.Tensor, qkv: QuantizedQKV, found: Lists):
     assert relative_error(actual, exact) <= limit
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Without a GPU
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,9 +253,7 @@ def test_longer_sequences_are_dense_from_a_larger_share_on(heads, tokens, least,
     assert least <= share <= most
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # On a GPU
-# ---------------------------------------------------------------------------------------------------------------------
 
 LARGE = {"more tiles than multiprocessors": (2, 5000, 4, 128)}
 

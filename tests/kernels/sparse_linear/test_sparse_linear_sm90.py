@@ -63,9 +63,7 @@ def assert_as_good(actual, qkv, proj_l, block_map, block_q):
     assert relative_error(actual, exact) <= limit
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Without a GPU
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,9 +133,7 @@ def test_hand_overs(name, programs, seed, on_cpu):
     assert_as_good(out, qkv, proj_l, block_map, block_q)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # On a GPU
-# ---------------------------------------------------------------------------------------------------------------------
 
 # More tiles than all consumers of a GPU have at a time, in lists of one block and of several.
 LARGE = {

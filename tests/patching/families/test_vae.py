@@ -32,9 +32,7 @@ def assert_same(actual, expected):
     assert relative_error(actual, expected) <= 1e-5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What a patch changes
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["wan 2.1", "qwen image"])
@@ -180,9 +178,7 @@ def test_restore_through_a_compiled_wrapper():
     assert not is_patched(vae)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # One VAE in several pipelines
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def two_pipelines():
@@ -270,9 +266,7 @@ def test_a_transformer_restored_by_itself_and_patched_again_does_not_hold_the_va
     assert not is_patched(pipe.vae)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Weights that change
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_weights_changed_in_place_reloaded_and_cast_take_effect():
@@ -299,9 +293,7 @@ def test_weights_changed_in_place_reloaded_and_cast_take_effect():
     assert not vae_state(vae).eager
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Copies
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, through_pickle, through_torch_save])

@@ -107,9 +107,7 @@ def test_the_estimate_is_what_a_strip_takes(size):
     assert elements < 0.6 * whole  # the least that it can take: memory for a whole frame is enough for a strip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What each rank runs, in a process of its own
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def on_cpu(rank):
@@ -147,9 +145,7 @@ def widths_of_parts(widths):
     return mock.patch.object(forward, "gathered", gathered)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Checks of the ranks' results
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +197,7 @@ def test_after_the_process_group_ended_a_process_decodes_alone(monkeypatch):
     assert "decodes a strip" not in patch.summary()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # On GPUs
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def large_vae_and_latents(kind):

@@ -48,9 +48,7 @@ def lora_rows(patch):
     return [line for line in patch.summary().splitlines() if "+ LoRA" in line]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What they compute
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of_adapters", [torch.bfloat16, torch.float32])
@@ -98,9 +96,7 @@ def test_quantized_tier():
     assert torch.equal(output_of(patched), output_of(copy.deepcopy(patched)))  # for which all is prepared anew
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Changes between two calls
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -246,9 +242,7 @@ def test_nothing_that_was_prepared_stays_behind_when_the_model_moves(tier, moved
     assert all(one.expired() for one in memory)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What is left to the layers
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,7 @@ def model():
     return tiny_wan_transformer()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What is converted
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_linears_of_blocks_are_converted_and_nothing_else(model):
@@ -159,9 +157,7 @@ def test_the_summary_tells_where_the_originals_are(model):
     assert "are freed" in trp.patch(model, FREED).summary()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The way back
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_cast_model_gets_its_originals_back_in_its_dtype(model):

@@ -48,9 +48,7 @@ def ran(monkeypatch):
     return names
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Errors
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("variant", "dtype"), [*zip(VARIANTS, cycle(DTYPES))])
@@ -155,9 +153,7 @@ def _wrong(result):
     return tuple(part.flip(-1) for part in result) if isinstance(result, tuple) else result.flip(-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Options
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["head_dim_32", "head_dim_12"])
@@ -239,9 +235,7 @@ def test_attention_names_the_kernel_of_what_is_exact(attention, ran):
         assert rows_of(patch, "attention")[0].reasons == {"cpu tensors": 2}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Patching and restoring
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -282,9 +276,7 @@ def test_a_name_to_keep_that_the_second_transformer_lacks_leaves_both_as_they_we
     assert not any(quantized_linears(model) for model in models)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Autograd, transforms, autocast
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def with_weights_as_multiplied(model):

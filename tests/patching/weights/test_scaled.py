@@ -247,9 +247,7 @@ def test_every_linear_runs_in_the_files_format_on_a_gpu(file, dtype, format):
     assert relative_error(out, expected) <= QUANTIZED.limits.step
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Stored by convert
-# ---------------------------------------------------------------------------------------------------------------------
 
 STORED = {"head_dim": 128, "rope_max_seq_len": 1024}
 
@@ -282,9 +280,7 @@ def test_convert_to_other_formats(file, tmp_path):
     assert relative_error(run(again), literal(without_scales(weights), again, sla=None)) < 1e-5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Refused
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def described(**description):
