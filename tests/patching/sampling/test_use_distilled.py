@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from diffusers import SkyReelsV2Pipeline, WanPipeline
+from diffusers import WanPipeline
 from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
@@ -305,20 +305,6 @@ def test_a_second_expert_that_fails_to_load_takes_the_first_off(tmp_path, monkey
     assert_untouched(pipe, before)
 
 
-def test_unsupported_pipelines_and_one_at_a_time():
-    parts = tiny_wan_pipeline().components
-    shared = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")}
-    with pytest.raises(TypeError, match="use_distilled does not know SkyReelsV2Pipeline; supported are WanPipeline"):
-        trp.use_distilled(SkyReelsV2Pipeline(**shared, transformer=None), recipe="rcm")
-    pipe = tiny_wan_pipeline()
-    with trp.use_rcm(pipe), pytest.raises(RuntimeError, match="use_rcm is active on this pipeline"):
-        trp.use_distilled(pipe, recipe="rcm")
-    with trp.use_distilled(pipe, recipe="rcm"):
-        for install in (trp.use_rcm, lambda pipe: trp.use_distilled(pipe, recipe="rcm")):
-            with pytest.raises(RuntimeError, match="use_distilled is active on this pipeline"):
-                install(pipe)
-
-
 def test_restore_refuses_where_something_was_replaced_and_changes_nothing(tmp_path):
     pipe = tiny_wan_pipeline()
     before = state(pipe)
@@ -422,14 +408,3 @@ def test_copies(tmp_path):
     vars(twin)[HANDLE].restore()
     assert torch.equal(videos(twin), plain)
     assert not torch.equal(plain, expected)
-
-
-def test_guidance(tmp_path, caplog):
-    pipe = tiny_wan_pipeline()
-    with trp.use_distilled(pipe, recipe="lightning"):
-        by_default = videos(pipe)
-        assert "guidance_scale is taken as 1" in caplog.text
-        assert torch.equal(videos(pipe, guidance_scale=1.0), by_default)
-    with trp.use_distilled(pipe, recipe="lightning", classifier_free_guidance=True) as handle:
-        assert "guidance_scale of the call" in str(handle)
-        assert not torch.equal(videos(pipe, guidance_scale=3.0), by_default)
