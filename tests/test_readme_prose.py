@@ -63,6 +63,8 @@ def test_the_memory_is_what_is_planned():
         weights = {c.name: c.weights for c in components_of(exact.models, exact.config)}
         assert f"{weights['transformer'] / 1e9:.0f} GB for {size}" in words
         assert f"the text encoder, {weights['text_encoder'] / 1e9:.0f} GB" in words
+        if size == "14B":
+            assert f"loading 14B in bf16 first takes {sum(weights.values()) / 1e9:.0f} GB" in README
         steps[size] = [max(denoising_bytes("transformer", exact, video)) for video in VIDEOS]
     (need,) = needs(models_by_preset("wan2.1-1.3b", preset="exact"), VIDEOS[:1])
     assert f"take {need.resident / 1e9:.0f} GB of the card (calculated)" in README
