@@ -9,6 +9,7 @@ from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 
 from .cells import marked, table_of
+from .charts import module_of
 
 OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
 OPS_QUANTIZED_HEADER, OPS_SPARSE_HEADER = (("op, 8 bits", *OPS_HEADER[1:]), ("op, sparse", *OPS_HEADER[1:]))
@@ -206,7 +207,7 @@ def traffic_table(runs: list[dict]) -> str:
 
 
 def implementations_table(run: dict) -> str:
-    """Return two_pass's latency and the others' speed-ups over it, a row per size, dtype and mode."""
+    """Return the first module's latency and the others' speed-ups over it, a row per size, dtype and mode."""
     names = list(dict.fromkeys(row["implementation"] for row in run["rows"]))
     groups: dict[str, dict[str, dict]] = {}
     for row in run["rows"]:
@@ -218,11 +219,9 @@ def implementations_table(run: dict) -> str:
         latency = "refused" if first["latency"] is None else f"{first['latency'] * 1e3:.3f}"
         others = [f"{row['speedup']:.2f}×" if row["speedup"] else row["status"] for row in map(rows.get, names[1:])]
         lines.append([label, latency, *others])
-    header = ["samples×tokens×channels", f"{names[0]}, ms", *names[1:]]
-    in_8_bits = ', triton_quantized the same with `preset="quantized"`' if "triton_quantized" in names else ""
+    first, *others = map(module_of, names)
     return (
-        "The attention modules against each other (triton_fused is `trp.FusedRCMAttention` with "
-        f'`implementation="triton"`{in_8_bits}): the median latency of '
-        f"{names[0]}, and the others' speed-up over it. All are checked against fp64 before they are timed:\n\n"
-        + table_of(header, lines)
+        f"The attention modules for new models: the median latency of {first}, and the others' speed-up over it. All "
+        "are checked against fp64 before they are timed:\n\n"
+        + table_of(["samples×tokens×channels", f"{first}, ms", *others], lines)
     )

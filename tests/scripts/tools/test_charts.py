@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import turbo_rcm_patch as trp
 from scripts.tools import write_pages
 from scripts.tools.pages import charts, readme
 from tests.scripts.tools.pages.results import step_run
@@ -27,6 +28,11 @@ def test_charts(tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     charts.draw_charts({}, tmp_path / "none.json")
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_modules_have_their_public_names():
+    assert [name for name in charts.MODULES.values() if name.endswith("RCMAttention") and name not in trp.__all__] == []
+    assert charts.module_of("two_pass_compiled") == "TwoPassRCMAttention, compiled"
 
 
 def test_charts_are_of_the_results():
