@@ -196,11 +196,6 @@ def test_recipe_none_keeps_the_scheduler_of_a_model_that_is_named_as_another(tmp
     assert sampled("compare", "--model", tmp_path / "FastWan-T2V", "--recipe", "none")[0] == "UniPCMultistepScheduler"
 
 
-def test_guidance_of_a_recipe_counts_if_it_is_given(original, capsys, sampled):
-    sampled("compare", "--model", original[0], "--recipe", "fastwan", "--guidance", "3")
-    assert "guidance_scale of the call" in capsys.readouterr().out
-
-
 def test_generate_with_guidance_makes_the_video_of_the_pipeline(original, tmp_path):
     argv = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), "--model", str(original[0]), *SMALL, "--steps", "2"]
     assert main([*argv, "--guidance", "3", "--negative-prompt", "blurred", "--seed", "3"]) == 0

@@ -2,7 +2,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.kernels.turns import dtypes_in_turns
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
@@ -122,30 +121,6 @@ def test_a_residual_that_counts_twice(repeats, T, device):
     expected = conv_skip(x, weight, bias, large, upsample=True, implementation="triton")
     assert torch.equal(conv_skip(x, weight, bias, small, upsample=True, implementation="triton"), expected)
     assert torch.equal(reference.repeat_residual(small, large.shape), large)
-
-
-def test_the_reference_is_what_diffusers_computes():
-    """Its causal convolution, its upsampling and its order of the frames of a time_conv, channels first."""
-    x, weight, bias, residual = operands(2, 4, 5, 6, 8, 12, 3, 3)
-    channels_first = x.permute(0, 4, 1, 2, 3)
-    filters = weight.permute(0, 4, 1, 2, 3)
-    expected = F.conv3d(F.pad(channels_first, (1, 1, 1, 1)), filters, bias).permute(0, 2, 3, 4, 1) + residual
-    torch.testing.assert_close(reference.conv_skip(x, weight, bias, residual), expected)
-    torch.testing.assert_close(reference.conv_skip(x[:, 2:], weight, bias, residual, x[:, :2]), expected)
-
-    x, weight, bias, _ = operands(2, 3, 5, 6, 8, 12, 1, 3)
-    images = x.flatten(0, 1).permute(0, 3, 1, 2)
-    doubled = F.interpolate(images, scale_factor=2, mode="nearest-exact")
-    expected = F.conv2d(doubled, weight[:, 0].permute(0, 3, 1, 2), bias, padding=1)
-    actual = reference.conv_skip(x, weight, bias, None, upsample=True)
-    torch.testing.assert_close(actual.flatten(0, 1), expected.permute(0, 2, 3, 1))
-
-    x, weight, bias, _ = operands(2, 3, 5, 6, 8, 8, 3, 1, interleave=2)
-    b, t, h, w, c = 2, 3, 5, 6, 8
-    both = F.conv3d(x.permute(0, 4, 1, 2, 3), weight.permute(0, 4, 1, 2, 3), bias).reshape(b, 2, c, t, h, w)
-    expected = torch.stack((both[:, 0], both[:, 1]), 3).reshape(b, c, 2 * t, h, w)
-    actual = reference.conv_skip(x, weight, bias, None, interleave=2)
-    torch.testing.assert_close(actual, expected.permute(0, 2, 3, 4, 1))
 
 
 @pytest.mark.parametrize(

@@ -172,35 +172,6 @@ def test_two_at_a_time_come_off_in_either_order():
         assert_as_before(pipe.transformer, before)
 
 
-def test_a_fused_lora_is_not_undone():
-    pipe = tiny_wan_pipeline()
-    file = lora_files.lightning(pipe.transformer)
-    loaded = load(pipe, file)
-    pipe.fuse_lora()
-    with pytest.raises(RuntimeError, match=r"fused into the weights; call pipe\.unfuse_lora\(\)"):
-        loaded.check_undoable()
-    pipe.unfuse_lora()
-    loaded.check_undoable()
-
-
-def test_beside_a_lora_that_is_fused_or_switched_off_it_is_refused():
-    pipe = tiny_wan_pipeline()
-    style = lora_files.style(pipe.transformer)
-    lora = read_lora(style.tensors, pipe.transformer)
-    pipe.transformer.load_lora_adapter(style.tensors, prefix=None, adapter_name="style")
-    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
-    pipe.transformer.fuse_lora()
-    with pytest.raises(RuntimeError, match=r"transformer has a fused LoRA, style; call pipe\.unload_lora_weights\(\)"):
-        loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
-    pipe.transformer.unfuse_lora()
-    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
-    pipe.transformer.disable_lora()
-    with pytest.raises(RuntimeError, match=r"transformer has LoRA layers that are switched off; call pipe\.enable"):
-        loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
-    pipe.transformer.enable_lora()
-    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
-
-
 def test_a_lora_that_fails_to_load_halfway_leaves_no_layer(monkeypatch):
     pipe = tiny_wan_pipeline()
     before = everything(pipe.transformer)

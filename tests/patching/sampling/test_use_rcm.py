@@ -7,12 +7,11 @@ import math
 
 import pytest
 import torch
-from diffusers import SkyReelsV2Pipeline, UniPCMultistepScheduler, WanPipeline
+from diffusers import SkyReelsV2Pipeline, WanPipeline
 
 import turbo_rcm_patch as trp
 from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
-from turbo_rcm_patch.patching.sampling.handle import HANDLE
 from turbo_rcm_patch.scheduler import RCMScheduler
 
 
@@ -50,15 +49,6 @@ def test_equals_the_published_sampler_in_bf16():
     assert_same_video(video, published(velocity, randn((1, *LATENTS), theirs), 4, theirs, dtype=torch.bfloat16))
 
 
-def test_sigma_max_and_given_latents():
-    pipe = tiny_wan_pipeline()
-    trp.use_rcm(pipe, 200.0)
-    noise = torch.randn(1, *LATENTS)
-    video = pipe(**tiny_call(latents=noise, generator=seeded(1))).frames
-    velocity = t2v_velocity(pipe, tiny_call()["prompt"])
-    assert_same_video(video, published(velocity, noise, 2, seeded(1), sigma_max=200.0))
-
-
 def test_one_generator_per_sample():
     pipe = tiny_wan_pipeline()
     trp.use_rcm(pipe)
@@ -68,21 +58,6 @@ def test_one_generator_per_sample():
     assert_same_video(video, published(t2v_velocity(pipe, prompts), noise, 2, theirs))
     alone = pipe(**tiny_call(prompt=prompts[1], generator=seeded(2))).frames
     assert_same_video(video[1:], alone)
-
-
-def test_the_generator_alone_decides():
-    pipe = tiny_wan_pipeline()
-    trp.use_rcm(pipe)
-
-    def video(seed, global_seed):
-        torch.manual_seed(global_seed)
-        return pipe(**tiny_call(generator=None if seed is None else seeded(seed))).frames
-
-    first = video(1, global_seed=0)
-    assert torch.equal(first, video(1, global_seed=9))
-    assert not torch.equal(first, video(2, global_seed=0))
-    assert torch.equal(first, video(None, global_seed=1))  # without one, the global generator; not the last call's
-    assert not torch.equal(first, video(None, global_seed=2))
 
 
 def test_image_to_video_equals_the_published_sampler():
@@ -265,31 +240,6 @@ def test_unsupported_pipelines():
         trp.use_rcm(parts["vae"])
     with pytest.raises(ValueError, match="no scheduler"):
         trp.use_rcm(WanPipeline(**{**parts, "scheduler": None}))
-
-
-def test_own_sigmas():
-    pipe = tiny_wan_pipeline()
-    calls = record_calls(pipe.transformer)
-    trp.use_rcm(pipe, sigmas=[0.96, 0.8, 0.72, 0.5, 0.25], round_timesteps_to_bf16=False)
-    pipe(**tiny_call(num_inference_steps=5))
-    assert [call["timestep"].item() for call in calls] == [960, 800, 720, 500, 250]
-
-
-def test_callbacks_and_copies():
-    pipe = tiny_wan_pipeline()
-    trp.use_rcm(pipe)
-    dtypes = []
-    expected = pipe(
-        **tiny_call(
-            generator=seeded(1),
-            callback_on_step_end=lambda p, i, t, state: dtypes.append(state["latents"].dtype) or state,
-        )
-    ).frames
-    assert dtypes == [torch.float64, torch.float32]
-    twin = copy.deepcopy(pipe)
-    vars(pipe)[HANDLE].restore()
-    assert isinstance(pipe.scheduler, UniPCMultistepScheduler)
-    assert torch.equal(twin(**tiny_call(generator=seeded(1))).frames, expected)
 
 
 def a_servers_copy(pipe):

@@ -3,11 +3,9 @@
 import pytest
 
 from scripts.benchmarks import measure_block_sparsity
-from scripts.tools.pages.block_sparsity import block_sparsity_page
 from tests.patching.launches import around_launches
 from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.bench.parts import LEFT_OUT, PV, QK
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.variants import DENSE_PATCH, PATCHED, single_process
@@ -84,34 +82,6 @@ def test_the_script_measures_every_layer_at_the_first_and_last_step(monkeypatch)
     assert all(row["kept"] == 1 and row["error"] <= 1e-6 for row in dense)
     assert last == dense[:2] + few[2:]
     assert not any(block._forward_pre_hooks for block in pipe.transformer.blocks)
-
-
-def test_the_page_shows_how_fast_each_mass_is_where_it_was_timed():
-    layers = [{"block": "blocks.0", "step": 1, "kept": 0.25, "error": 0.125}]
-    accuracy = {"overall": {"share": 0.96, "standard_error": 0.01}}
-    row = {
-        "layers": layers,
-        "accuracy": accuracy,
-        "change": {"share": 0.0, "standard_error": 0.0},
-        "psnr_to_exact": 41.26,
-    }
-    variants = [{**row, "variant": name} for name in ("mass 0.5", "mass 0.9", "mass 0.9, first step exact")]
-    settings = {"n": 6, "steps": 4, "blocks": [16, 16], "dtype": "float32"}
-    measured = {"settings": settings, "exact": row, "variants": variants, "environment": {"gpu": None}}
-    results = [
-        {"case": f"{op} 12×32760×128", "best": best, "speedups": {DENSE: 1.338}, "kept": 0.42}
-        for op, best in (
-            ("sparse_kernel", "ours"),
-            ("block_sparse_attention(mass=0.5)", None),
-            ("block_sparse_attention(mass=0.9)", "ours"),
-        )
-    ]
-    page = block_sparsity_page(measured, "x.json", {"results": results, "environment": {"gpu": "GPU X"}})
-    assert (
-        "| mass 0.9 | 25 | 25 to 25 | 1.2e-01 | 1.2e-01 | 96.0 ± 1.0 | +0.0 ± 0.0 | 41.3 | 1.34× (42 % kept) |" in page
-    )
-    assert page.count("% kept) |") == 1
-    assert "at 12×32760×128\non GPU X." in page
 
 
 def test_beside_it_runs_the_patch_whose_attention_is_dense():
