@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import json
 import weakref
 
@@ -135,34 +134,6 @@ def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, recorded,
     _, patched = compare(pipe, CALL, repeats=2).variants
     assert (made.count(False), made.count(True)) == (3, generations)
     assert patched.latents.relative_l2 <= 1e-5  # from the same seed all the same
-
-
-def test_compile_takes_part_compiles_once_and_is_taken_off(pipe, monkeypatch):
-    calls, decodes, decoder = [], [], pipe.vae.decoder
-
-    def compiled_call(block, *args):
-        calls.append(block)
-        return type(block).forward(block, *args)
-
-    def compiled_decoder(*args, **kwargs):
-        decodes.append(args)
-        return type(decoder).forward(decoder, *args, **kwargs)
-
-    def compile_decoder():
-        decoder._compiled_call_impl = compiled_decoder
-
-    def compile_repeated_blocks():
-        for block in pipe.transformer.blocks:
-            block._compiled_call_impl = functools.partial(compiled_call, block)
-
-    monkeypatch.setattr(pipe.transformer, "compile_repeated_blocks", compile_repeated_blocks)
-    monkeypatch.setattr(decoder, "compile", compile_decoder)
-    comparison = compare(pipe, CALL, with_compile=True, repeats=1, warmups=1)
-    assert [variant.name for variant in comparison.variants] == ["unpatched", "torch.compile", "patched"]
-    turns, steps, blocks = 2, CALL["num_inference_steps"], 2
-    assert len(calls) == turns * steps * blocks
-    assert len(decodes) == turns * 2  # latent frames
-    assert all(block._compiled_call_impl is None for block in (*pipe.transformer.blocks, decoder))
 
 
 def pretend(monkeypatch, total, peak):

@@ -44,20 +44,6 @@ def test_steps_with_new_inputs_are_replayed(models):
     assert note(pair[0]) == ("CUDA graphs (auto): 1 kept in 3 MiB; 4 calls replayed; run without: not recorded yet (1)")
 
 
-def test_alternating_prompts_share_a_graph_and_outputs_may_be_held(models):
-    pair, options = models
-    prompts = [inputs_for(pair[0], seed=seed, **options) for seed in (7, 11)]
-    held = []
-    for _ in range(3):
-        for inputs in prompts:
-            held.append((run(pair[0], inputs), run(pair[1], inputs)))
-    assert graphs_of(pair[0]).kept == 1
-    assert replays(pair[0]) == 5
-    assert len({ours.data_ptr() for ours, _ in held}) == len(held)
-    for ours, theirs in held:
-        assert torch.equal(ours, theirs)
-
-
 def test_new_shapes_and_dtypes_get_graphs_of_their_own(models):
     pair, options = models
     for _ in range(2):
@@ -144,25 +130,6 @@ def test_pipelines_with_guidance_generate_the_same(tape, variant):
         assert patch.graph_memory == len(patch.transformers) * TapeRecorder.reserved_bytes
         assert patch.graph_count == len(patch.transformers)
     assert patch.graph_memory == patch.graph_count == 0
-
-
-def test_threads_take_turns(tape):
-    pair = make_models()
-    calls = [inputs_for(pair[0], seed=seed) for seed in range(4)]
-    expected, results = [run(pair[1], inputs) for inputs in calls], {}
-    run(pair[0], calls[0])  # or each thread would look at the new model, and forget what others had seen by then
-
-    def work(index):
-        results[index] = [run(pair[0], calls[index]) for _ in range(5)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, outputs in results.items():
-        assert all(torch.equal(output, expected[index]) for output in outputs)
-    assert replays(pair[0]) == 20
 
 
 def test_threads_with_and_without_graphs_and_a_summary(tape):

@@ -69,27 +69,6 @@ def test_the_functions_own_error_reaches_the_caller(tape):
     warm(pair, inputs)
 
 
-def test_a_call_that_fails_while_it_is_recorded_runs_eagerly(tape):
-    recorded, memory = graphs.Graphs(), {"enough": True}
-
-    def function(x):
-        if not memory["enough"]:
-            raise torch.OutOfMemoryError("no memory")
-        return 2 * x
-
-    call = lambda: recorded.run("key", function, [torch.ones(3)])  # noqa: E731
-    call()
-    memory["enough"] = False
-    for _ in range(2):
-        with pytest.raises(torch.OutOfMemoryError):
-            call()
-    memory["enough"] = True
-    for _ in range(3):
-        assert torch.equal(call(), torch.full((3,), 2.0))
-    assert "no memory" in recorded.failure
-    assert recorded.replays == 0
-
-
 def test_a_failed_recording_keeps_nothing_alive(tape):
     recorded, held = graphs.Graphs(), []
 
