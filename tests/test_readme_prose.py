@@ -1,5 +1,6 @@
 """The README's text: its length, its links, and that its code runs."""
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,17 @@ from diffusers import WanPipeline
 from PIL import Image
 
 import turbo_rcm_patch as trp
+from scripts.tools.pages.cards import DIFFUSERS
 from tests import lora_files
 from tests.tiny_ltx2 import tiny_ltx2_pipeline
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.components import components_of
+from turbo_rcm_patch.memory.empty_models import empty_models
 from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs
 from turbo_rcm_patch.memory.plan import budget_of, plan_for
 from turbo_rcm_patch.memory.stages import denoising_bytes
 from turbo_rcm_patch.patching.families import family_of
+from turbo_rcm_patch.patching.families.vae.chunks import decoding_bytes, unpatched_decoding_bytes
 from turbo_rcm_patch.patching.summary import current_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +74,22 @@ def test_the_memory_is_what_is_planned():
     assert f"take {need.resident / 1e9:.0f} GB of the card (calculated)" in README
     at_480p, at_720p = steps["1.3B"][0], steps["14B"][1]
     assert f"about {at_480p / 1e9:.0f} GB for 1.3B at 480p and {at_720p / 1e9:.0f} GB for 14B at 720p" in words
+
+
+def test_what_a_vae_that_is_not_patched_takes_more():
+    words, vae = " ".join((ROOT / "docs/memory.md").read_text().split()), empty_models("wan2.1-14b")["vae"]
+    more = [unpatched_decoding_bytes(vae, *video) - decoding_bytes(vae, *video) for video in VIDEOS]
+    at_480p, at_720p = (f"{size / 1e9:.1f} GB more" for size in more)
+    assert f"decodes 81 frames with {at_480p} at 480p and {at_720p} at 720p" in words
+
+
+def test_diffusers_own_offloading_is_slower_or_does_not_fit():
+    runs = json.loads((ROOT / "results/nvidia-h200.json").read_text())["runs"]
+    rivals = [name for name in runs if name.endswith(DIFFUSERS)]
+    assert len(rivals) == 6
+    for name in rivals:
+        ours = {row["card"]: row["seconds"] for row in runs[name.removesuffix(DIFFUSERS)]["cards"]}
+        assert all(row["seconds"] is None or row["seconds"] > ours[row["card"]] for row in runs[name]["cards"])
 
 
 NAMES = {
