@@ -131,7 +131,8 @@ def fit(
     """Put a pipeline's models where a generation of this size fits into a GPU's memory, and return the plan.
 
     Each model stays on the GPU, or its blocks stream there by diffusers' group offloading while it runs. The plan is
-    the one that moves least. Call it before or after `patch`; its figures are those of the patched pipeline.
+    the one that moves least. Its figures are those of the patched pipeline. Call it before or after `patch`, but after
+    one that stores 8 bits: `fit` moves weights as they are, and those in bf16 may not fit.
 
     Args:
         pipe: a diffusers pipeline of a supported family, with its models on the CPU or the GPU.
