@@ -87,24 +87,6 @@ def test_the_name_of_peft_s_adapter_in_the_keys(name):
     assert_holds(read_lora(tensors, file.model), file)
 
 
-@pytest.mark.parametrize("alphas", [(8.0,), (8.0, 64.0, 1.0)])
-def test_lightning(alphas):
-    file = lora_files.lightning(tiny_wan_transformer(), 64, alphas)
-    lora = read_lora(file.tensors, file.model)
-    assert_holds(lora, file)
-    assert {pair.scale for pair in lora.pairs.values()} == {alpha / 64 for alpha in alphas}
-    assert (lora.ranks, lora.has_alpha, lora.has_differences) == ([64], True, False)
-
-
-@pytest.mark.parametrize("dotted", [False, True])
-def test_kohya(dotted):
-    file = lora_files.kohya(tiny_wan_transformer(), dotted=dotted)
-    assert ("lora_unet_blocks_1.self_attn.k.alpha" in file.tensors) == dotted
-    lora = read_lora(file.tensors, file.model)
-    assert_holds(lora, file)
-    assert not lora.unused
-
-
 @pytest.mark.parametrize("prefix", ["diffusion_model.", "", "pipe.dit."])
 def test_lokr(prefix):
     file = lora_files.lokr(tiny_wan_transformer(), prefix=prefix)

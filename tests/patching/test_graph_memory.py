@@ -191,18 +191,3 @@ def test_restore_frees_the_graphs_and_patching_again_starts_anew(tape):
     trp.patch(pair[0], AUTO)
     assert replays(pair[0]) == 0
     warm(pair, inputs)
-
-
-def test_a_deep_copy_records_its_own(tape):
-    pair = make_models()
-    inputs = inputs_for(pair[0])
-    warm(pair, inputs)
-    twin = copy.deepcopy(pair[0])
-    with torch.no_grad():
-        for model in (twin, pair[1]):
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-    for _ in range(3):
-        assert torch.equal(run(twin, inputs), run(pair[1], inputs))
-    assert replays(twin) == 2
-    assert graphs_of(twin) is not graphs_of(pair[0])

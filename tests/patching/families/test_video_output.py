@@ -125,21 +125,6 @@ def test_a_patched_pipeline_returns_what_diffusers_makes_of_its_video(variant, o
         assert same(result, whole(pipe.video_processor, videos[0], output_type))
 
 
-def test_restore_leaves_nothing():
-    pipe = tiny_wan_pipeline()
-    before = dict(vars(pipe.video_processor))
-    patch = trp.patch(pipe)
-    assert "postprocess_video" in vars(pipe.video_processor)
-    assert NOTE in patch.summary()
-    patch.restore()
-    assert vars(pipe.video_processor) == before
-    with trp.patch(pipe):
-        pass
-    trp.patch(pipe)
-    trp.restore(pipe)
-    assert vars(pipe.video_processor) == before
-
-
 def test_of_two_transformers_the_first_has_the_video_with_it():
     pipe = tiny_wan_pipeline("wan22")
     patch = trp.patch(pipe)

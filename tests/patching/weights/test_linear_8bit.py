@@ -75,19 +75,12 @@ def shapes(device="cpu"):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", shapes())
 @torch.no_grad()
-def test_inputs_of_any_shape(name, format, bias):
+def test_inputs_of_any_shape(name, format, bias, request):
     linear, x = in_8_bits(plain_linear(bias), format), shapes()[name]
-    assert torch.equal(linear(x), dequantised(linear)(x))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", shapes())
-@torch.no_grad()
-def test_inputs_of_any_shape_by_kernels(name, format, bias, kernels_everywhere):
-    linear, x = in_8_bits(plain_linear(bias), format), shapes()[name]
+    assert torch.equal(expected := linear(x), dequantised(linear)(x))
+    request.getfixturevalue("kernels_everywhere")
     assert torch.equal(linear(x), by_kernels(linear, x))
-    assert linear(x).shape == dequantised(linear)(x).shape
+    assert linear(x).shape == expected.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
