@@ -326,19 +326,6 @@ def test_few_steps_and_own_times():
             scheduler.set_timesteps(wrong)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_saved_and_loaded(name, tmp_path):
-    scheduler = scheduler_of(RECIPES[name], boundary_timestep=875.0)
-    scheduler.save_pretrained(tmp_path)
-    for loaded in (type(scheduler).from_pretrained(tmp_path), type(scheduler).from_config(scheduler.config)):
-        loaded.set_timesteps(RECIPES[name].steps)
-        assert torch.equal(loaded.timesteps, scheduler.timesteps)
-        assert torch.equal(loaded.sigmas, scheduler.sigmas)
-        assert (loaded.solver, loaded.state_dtype) == (RECIPES[name].solver, RECIPES[name].state_dtype)
-        assert loaded.config.boundary_timestep == 875
-    assert dict(FewStepScheduler.load_config(tmp_path))["_class_name"] == type(scheduler).__name__
-
-
 def test_wrong_few_step_schedulers():
     """A scheduler checks its options as a recipe does (test_recipes.py)."""
     for options, message in (

@@ -198,17 +198,6 @@ def bound_in(pipe):
     return [pipe, pipe.video_processor, *pipe.transformer.modules(), *pipe.vae.modules()]
 
 
-@cached
-def test_a_model_whose_hooks_were_removed_can_be_patched(name):
-    model = tiny_family_transformer(name, layers=3)
-    expected = output_of(name, model)
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    model.disable_cache()
-    with trp.patch(model) as patch:
-        assert "cpu tensors (3)" in next(line for line in patch.summary().splitlines() if "linear + skip" in line)
-    assert torch.equal(output_of(name, model), expected)
-
-
 def test_one_model_as_both_transformers():
     pipe = tiny_wan_pipeline("wan22")
     pipe.transformer_2 = pipe.transformer

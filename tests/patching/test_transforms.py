@@ -97,11 +97,3 @@ def test_traced_graphs_compute_what_the_model_does(models):
         for graph in graphs:
             assert relative_error(graph(-1.5 * prompt), theirs(-1.5 * prompt)) <= 1e-5
         assert relative_error(ours(prompt), theirs(prompt)) <= 1e-5
-
-
-def test_outputs_are_right_after_transforms(models):
-    (ours, prompt), (theirs, _) = map(of_prompt, models)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        torch.func.jvp(ours, (prompt,), (prompt,))
-        torch.vmap(ours)(prompt[None])
-        assert relative_error(ours(prompt), theirs(prompt)) <= 1e-5
