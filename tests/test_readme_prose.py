@@ -80,7 +80,7 @@ def test_what_a_vae_that_is_not_patched_takes_more():
     words, vae = " ".join((ROOT / "docs/memory.md").read_text().split()), empty_models("wan2.1-14b")["vae"]
     more = [unpatched_decoding_bytes(vae, *video) - decoding_bytes(vae, *video) for video in VIDEOS]
     at_480p, at_720p = (f"{size / 1e9:.1f} GB more" for size in more)
-    assert f"decodes 81 frames with {at_480p} at 480p and {at_720p} at 720p" in words
+    assert f"81 frames take {at_480p} at 480p and {at_720p} at 720p" in words
 
 
 def test_diffusers_own_offloading_is_slower_or_does_not_fit():

@@ -13,9 +13,11 @@ from turbo_rcm_patch.memory import host as host_module
 from turbo_rcm_patch.memory import plan as plan_module
 from turbo_rcm_patch.memory.checks import is_hooked, models_of
 from turbo_rcm_patch.memory.choose import Placement
+from turbo_rcm_patch.memory.components import components_of
 from turbo_rcm_patch.memory.empty_models import empty_models
 from turbo_rcm_patch.memory.stages import Patched, Video
 from turbo_rcm_patch.memory.streaming import stop_streaming, stream
+from turbo_rcm_patch.patching.families.vae.chunks import unpatched_decoding_bytes, unpatched_encoding_bytes
 
 SIZE = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES}
 VRAM = "10 GB"
@@ -125,6 +127,61 @@ def test_a_plan_before_the_patch_counts_the_patched_weights(tier):
     plans = fit_on_the_cpu(before, config=tier), fit_on_the_cpu(after)
     assert plans[0].components == plans[1].components
     assert plans[0].peaks == plans[1].peaks
+
+
+def test_weights_that_move_before_the_patch_stores_8_bits_have_to_fit():
+    models = empty_models("wan2.1-14b")
+    patched, video = Patched(models, trp.Quantized()), Video(480, 832, 81)
+    budget = plan_module.budget_of("24 GB")
+    assert "transformer" not in plan_module.plan_for(patched, video, budget).placement.streaming
+    as_they_are = components_of(models, trp.Exact())
+    placement = plan_module.plan_for(patched, video, budget, as_they_are).placement
+    assert "transformer" in placement.streaming
+    assert sum(map(placement.on_gpu, as_they_are)) < budget
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_what_streams_before_the_patch_stores_8_bits_has_to_fit_into_the_host(everything_streams, monkeypatch, fits):
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+    pinned = sum(c.blocks for c in components_of(models_of(pipe), trp.Exact()))
+    monkeypatch.setattr(
+        host_module.psutil, "virtual_memory", lambda: mock.Mock(available=pinned if fits else pinned - 1)
+    )
+    with nullcontext() if fits else pytest.raises(trp.DoesNotFit, match="must stream from there"):
+        fit_on_the_cpu(pipe, config=trp.Quantized(restorable=False))
+
+
+@pytest.mark.parametrize("how", ["vae=False", "the transformer alone", "a replaced decoder"])
+@pytest.mark.parametrize("variant", ["t2v", "i2v"])
+def test_a_vae_that_is_not_patched_takes_more(how, variant):
+    size = {"height": 480, "width": 832, "num_frames": 81}
+    pipe, other = tiny_wan_pipeline(variant), tiny_wan_pipeline(variant)
+    config = trp.Exact(vae=how != "vae=False")
+    if how == "the transformer alone":
+        trp.patch(pipe.transformer, config)
+    if how == "a replaced decoder":
+        pipe.vae._decode = pipe.vae._decode
+    plan, usual = fit_on_the_cpu(pipe, config=config, **size), fit_on_the_cpu(other, **size)
+    (decoding,) = (stage for stage in plan.stages if stage.name == "decoding")
+    assert decoding.computing == unpatched_decoding_bytes(pipe.vae, 480, 832, 81)
+    assert decoding.within is None  # diffusers takes a latent frame at a time
+    if variant == "i2v":
+        (encoding,) = (stage for stage in plan.stages if stage.name == "VAE encoding")
+        assert encoding.computing == unpatched_encoding_bytes(pipe.vae, 480, 832, 81)
+    assert plan.peaks["denoising"] == usual.peaks["denoising"]
+
+
+def test_tiles_that_the_user_chose_count_and_stay():
+    pipe = tiny_wan_pipeline()
+    pipe.vae.enable_tiling()
+    plan = fit_on_the_cpu(pipe, height=480, width=832, num_frames=81)
+    assert "the VAE works in tiles" in str(plan)
+    assert (
+        plan.peaks["decoding"]
+        < fit_on_the_cpu(tiny_wan_pipeline(), height=480, width=832, num_frames=81).peaks["decoding"]
+    )
+    plan.undo()
+    assert pipe.vae.use_tiling
 
 
 def test_too_little_names_what_is_missing_and_what_fits():

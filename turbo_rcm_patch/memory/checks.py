@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ from ..checkpoints.files import COMPONENTS
 from ..config import PatchConfig, resolve_config
 from ..latents import compression
 from ..patching.families import family_of
-from ..patching.families.vae import is_vae
+from ..patching.families.vae import is_vae, vae_state
 from ..patching.steps.plan import is_patched, state_of
 from ..wording import counted, with_article
 from .sound import has_sound
@@ -45,7 +46,10 @@ def models_of(pipe: object) -> dict[str, nn.Module]:
 
 
 def config_of(models: Mapping[str, nn.Module], config: PatchConfig | str | None) -> PatchConfig:
-    """Return the configuration that the transformers are patched with, or else the given one."""
+    """Return the configuration that the transformers are patched with, or else the given one.
+
+    It has ``vae=False`` if the transformers were patched without the VAE.
+    """
     known = ((family, model) for model in models.values() if (family := family_of(model)) is not None)
     blocks = (block for family, model in known for _, block in family.every_block(model) if is_patched(block))
     patched = next((state_of(block).shared.config for block in blocks), None)
@@ -53,7 +57,7 @@ def config_of(models: Mapping[str, nn.Module], config: PatchConfig | str | None)
         return resolve_config("exact" if config is None else config)
     if config is not None and resolve_config(config) != patched:
         raise ValueError(f"config={config!r}, but the pipeline is patched with {patched!r}; leave config out.")
-    return patched
+    return patched if vae_state(models["vae"]) is not None else replace(patched, vae=False)
 
 
 def check_size(models: Mapping[str, nn.Module], video: Video) -> None:

@@ -71,13 +71,21 @@ class Placement:
         return pinned + tables + sum(component.originals for component in components), pinned
 
 
-def choose(components: Sequence[Component], stages: Sequence[Stage], budget: int) -> Placement | None:
+def choose(
+    components: Sequence[Component],
+    stages: Sequence[Stage],
+    budget: int,
+    as_they_are: Sequence[Component] | None = None,
+) -> Placement | None:
     """Return the placement within a budget in bytes that moves least in a generation. None: nothing fits.
+
+    as_they_are: the models before the patch stores 8 bits, if they move to the GPU so. None: it has stored them.
 
     A decoder with fewer frames at a time is slower, so it comes after streaming. Tiles come last: they take far longer,
     and their seams are blended.
     """
-    whole = list(placements(components))
+    moved = components if as_they_are is None else as_they_are
+    whole = [p for p in placements(components) if AROUND * sum(map(p.on_gpu, moved)) <= budget]
     few = [replace(p, decoding=round(budget / AROUND) - sum(map(p.on_gpu, components))) for p in whole]
     for group in (whole, few, [replace(p, tiles=True) for p in whole]):
         fitting = [p for p in group if p.largest_room(components, stages) <= budget]

@@ -26,17 +26,18 @@ class DoesNotFit(RuntimeError):
 
 
 def check_host(
-    placement: Placement, components: Sequence[Component], models: Mapping[str, nn.Module], both_ways: bool
+    placement: Placement, components: Sequence[Component], models: Mapping[str, nn.Module], originals: int
 ) -> None:
-    """Raise DoesNotFit if the host has too little memory for what a placement moves there."""
+    """Raise DoesNotFit if the host has too little memory for what a placement moves there.
+
+    components: the models as they are now. originals: bytes of weights that the host must hold beside these.
+    """
     _, pinned = placement.on_host(components)
     free = free_memory()
     on_cpu = all(p.device.type == "cpu" for name in placement.streaming for p in models[name].parameters())
     # Pinning replaces weights in ordinary memory one by one. Weights of a mapped file take memory only when they are
     # pinned.
-    needed = min(pinned, SLAB) + (max(0, pinned - _ordinary_memory()) if on_cpu else pinned)
-    if both_ways:  # the originals of weights that the GPU holds, or the 8-bit copies of those that stream
-        needed += sum(component.originals for component in components)
+    needed = originals + min(pinned, SLAB) + (max(0, pinned - _ordinary_memory()) if on_cpu else pinned)
     if needed > free:
         streaming = " and ".join(sorted(placement.streaming))
         why = f"{streaming} must stream from there" if streaming else "it keeps original weights"

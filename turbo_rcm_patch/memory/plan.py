@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..amounts import in_gb, parse_amount
-from ..config import PatchConfig, Quantized
+from ..config import Exact, PatchConfig, Quantized
 from ..patching.families import pipeline_of
 from ..patching.families.vae.chunks import LIMIT, free_memory
 from ..scheduler import FewStepScheduler
@@ -131,8 +131,8 @@ def fit(
     """Put a pipeline's models where a generation of this size fits into a GPU's memory, and return the plan.
 
     Each model stays on the GPU, or its blocks stream there by diffusers' group offloading while it runs. The plan is
-    the one that moves least. Its figures are those of the patched pipeline. Call it before or after `patch`, but after
-    one that stores 8 bits: `fit` moves weights as they are, and those in bf16 may not fit.
+    the one that moves least. Its figures are those of the patched pipeline. Call it before or after `patch`. After
+    one that stores 8 bits is better: weights move as they are, so that before it more of them may have to stream.
 
     Args:
         pipe: a diffusers pipeline of a supported family, with its models on the CPU or the GPU.
@@ -170,8 +170,12 @@ def fit_with(
     check_size(models, video)
     check_movable(models)
     check_card(vram, device)
-    plan = plan_for(patched, video, _free(models, device) if vram is None else budget_of(vram))
-    check_host(plan.placement, plan.components, models, both_ways)
+    as_they_are = components_of(models, Exact())
+    plan = plan_for(patched, video, _free(models, device) if vram is None else budget_of(vram), as_they_are)
+    if models["vae"].use_tiling:  # the user's choice
+        plan.placement = replace(plan.placement, tiles=True, decoding=None)
+    originals = sum(component.originals for component in plan.components) if both_ways else 0
+    check_host(plan.placement, as_they_are, models, originals)
     try:
         for undo in _place(plan, models, device):
             plan._undo.append(undo)
@@ -196,10 +200,13 @@ def _vae_mode(placement: Placement) -> str:
     return f"on whole frames, as many at a time as {in_gb(placement.decoding)} GB hold"
 
 
-def plan_for(patched: Patched, video: Video, budget: int) -> MemoryPlan:
-    """Return the plan of a pipeline. budget: bytes that torch may allocate. Raises DoesNotFit."""
+def plan_for(patched: Patched, video: Video, budget: int, as_they_are: Sequence[Component] | None = None) -> MemoryPlan:
+    """Return the plan of a pipeline. budget: bytes that torch may allocate. as_they_are: as for `choose`.
+
+    Raises DoesNotFit.
+    """
     components, stages = _components(patched), list(stages_of(patched, video))
-    placement = choose(components, stages, budget)
+    placement = choose(components, stages, budget, as_they_are)
     if placement is None:
         raise DoesNotFit(_why_not(patched, video, budget, components, stages))
     return MemoryPlan(components, stages, placement, budget, video, hints=patched.beside is None)

@@ -15,7 +15,7 @@ from torch import nn
 from ..config import VAE_8BIT, PatchConfig
 from ..latents import latent_size
 from ..patching.families import family_of
-from ..patching.families.vae import is_vae
+from ..patching.families.vae import is_vae, vae_state, why_left_alone
 from ..patching.families.vae.chunks import (
     decoding_bytes,
     encoding_bytes,
@@ -93,19 +93,19 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("text encoding", ("text_encoder",), encoder_bytes(encoder, TEXT_TOKENS))
     if (encoder := models.get("image_encoder")) is not None:
         yield Stage("image encoding", ("image_encoder",), encoder_bytes(encoder, IMAGE_TOKENS))
-    if vae is not None and any(reads_image(model) for model in models.values()):
-        given = video._replace(frames=1) if patched.own_timesteps else video
-        more = control_bytes(models, video)
-        encoding = [encoding_bytes(vae, *given, in_tiles=tiles) + more for tiles in (False, True)]
-        yield Stage("VAE encoding", ("vae",), *encoding)
+    is_ours = vae is not None and _is_patched(vae, patched.config)
+    if vae is not None:
+        yield from _encoding("VAE encoding", patched, video, encoding_bytes if is_ours else unpatched_encoding_bytes)
     for name, model in models.items():
         if family_of(model) is not None:
             in_blocks, after_blocks = denoising_bytes(name, patched, video)
             yield Stage("denoising", (name,), in_blocks + BESIDE_BLOCKS, after_blocks=after_blocks)
-    if vae is not None:
+    if is_ours:
         size_of = partial(decoding_bytes, vae, *video, in_8_bits=patched.config.vae == VAE_8BIT)
         decoding = [size_of(in_tiles=tiles) for tiles in (False, True)]
         yield Stage("decoding", ("vae",), *decoding, within=lambda free: size_of(free=free))
+    elif vae is not None:
+        yield _unpatched_decoding("decoding", vae, video)
     if patched.beside is not None:
         yield from patched.beside(patched, video)
 
@@ -157,13 +157,27 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
         if family_of(model) is not None:
             yield Stage("denoising, unpatched", (name,), _unpatched_denoising_bytes(name, patched, video) + kept)
     if vae is not None and is_vae(vae):  # others are not patched
-        if any(reads_image(model) for model in patched.models.values()):
-            given = video._replace(frames=1) if patched.own_timesteps else video
-            more = control_bytes(patched.models, video)
-            encoding = [unpatched_encoding_bytes(vae, *given, in_tiles=tiles) + more for tiles in (False, True)]
-            yield Stage("VAE encoding, unpatched", ("vae",), *encoding)
-        decoding = [unpatched_decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
-        yield Stage("decoding, unpatched", ("vae",), *decoding)
+        yield from _encoding("VAE encoding, unpatched", patched, video, unpatched_encoding_bytes)
+        yield _unpatched_decoding("decoding, unpatched", vae, video)
+
+
+def _is_patched(vae: nn.Module, config: PatchConfig) -> bool:
+    """True if a VAE is or will be patched."""
+    return bool(config.vae) and (vae_state(vae) is not None or why_left_alone(vae) is None)
+
+
+def _encoding(name: str, patched: Patched, video: Video, size_of: Callable[..., int]) -> Iterator[Stage]:
+    """Yield the stage in which the VAE encodes an image or a video, if the pipeline has one."""
+    models = patched.models
+    if any(reads_image(model) for model in models.values()):
+        given = video._replace(frames=1) if patched.own_timesteps else video
+        more = control_bytes(models, video)
+        yield Stage(name, ("vae",), *(size_of(models["vae"], *given, in_tiles=tiles) + more for tiles in (False, True)))
+
+
+def _unpatched_decoding(name: str, vae: nn.Module, video: Video) -> Stage:
+    """Return the decode by diffusers' own code, which takes a latent frame at a time in any plan."""
+    return Stage(name, ("vae",), *(unpatched_decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)))
 
 
 def why_unknown(transformer: nn.Module) -> str | None:
