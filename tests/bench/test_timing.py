@@ -2,10 +2,12 @@ import re
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import turbo_rcm_patch as trp
+from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.report import timings_table
 from turbo_rcm_patch.bench.timing import StageTimings, timed_generation
@@ -107,3 +109,12 @@ def test_a_patched_output_is_timed_and_stays_patched(output_type):
         assert made.timings.output > 0
         assert NOTE in patch.summary()
     assert made.frames.shape == ((1, 5, 32, 48, 3) if output_type == "np" else (1, 5, 3, 32, 48))
+
+
+def test_frames_are_arrays_also_where_a_pipeline_gives_images():
+    call = tiny_ltx2_call(num_inference_steps=1)
+    for name in ("output_type", "return_dict"):
+        del call[name]
+    made = timed_generation(tiny_ltx2_pipeline(), **call)
+    assert isinstance(made.frames, np.ndarray)
+    assert made.frames.shape == (1, 5, 64, 96, 3)

@@ -1,19 +1,23 @@
 """verify on every family: the oracle runs its blocks, and their parts and kept shares are told."""
 
+import json
 from itertools import cycle
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 
+import turbo_rcm_patch as trp
 from tests.tiny_families import DENSE, EACH_MODEL, WHOLE, tiny_family_inputs, tiny_family_transformer
-from turbo_rcm_patch.bench.keep_out import find_keep_out
+from turbo_rcm_patch.bench.keep_out import _ModelCall, find_keep_out
 from turbo_rcm_patch.bench.parts import CHOICE, LEFT_OUT, PV, QK, SPARSE_ATTENTION, SUB_LAYERS
 from turbo_rcm_patch.bench.report import keep_out_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import BlockSparse, Quantized, Sparse
+from turbo_rcm_patch.keep_list import KeepList
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.families.ltx2.sub_layers import SUB_LAYERS as LTX2_SUB_LAYERS
+from turbo_rcm_patch.tiers import QUANTIZED
 
 
 class OnlyATransformer(DiffusionPipeline):
@@ -80,6 +84,27 @@ def test_what_must_leave_8_bits_is_found_in_another_family():
     found = find_keep_out(pipe, inputs)
     assert (found.ok, found.names) == (True, ("blocks.1.ffn.net.2",)), keep_out_table(found)
     assert verify(pipe, inputs, config=Quantized(keep=found.names)).ok
+
+
+@pytest.mark.parametrize("name", EACH_MODEL)
+def test_a_list_tells_the_model_of_every_family(name, tmp_path):
+    model, path = tiny_family_transformer(name, torch.bfloat16, layers=2 if name == "vace" else 1), tmp_path / "k.json"
+    found = find_keep_out(OnlyATransformer(model), tiny_family_inputs(name, model))
+    path.write_text(json.dumps(found.to_dict()))
+    kept = KeepList.read(path)
+    assert kept.why_not_for(type(model).__name__, model.config) is None
+    assert "num_layers=5" in kept.why_not_for(type(model).__name__, {**model.config, "num_layers": 5})
+
+
+@torch.no_grad()
+def test_a_step_is_judged_by_its_sound_too():
+    model = tiny_family_transformer("ltx2", layers=1)
+    with trp.patch(model, "quantized"):
+        call = _ModelCall("transformer", 0, model, (), tiny_family_inputs("ltx2", model))
+        call.compare_with(QUANTIZED.limits)
+        assert call.judge().ok
+        model.audio_proj_out.weight.mul_(2)
+        assert not call.judge().ok
 
 
 @pytest.mark.parametrize("name", EACH_MODEL)

@@ -8,6 +8,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
@@ -15,7 +16,7 @@ from tests.official_ltx2 import ltx2_state_dict
 from tests.official_names import official_state_dict
 from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.cli import commands, main
+from turbo_rcm_patch.cli import checks, commands, main
 from turbo_rcm_patch.cli.files import Sound, write_video
 
 imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
@@ -113,6 +114,24 @@ def test_turbot2avs_file_takes_the_transformers_place(model, tmp_path, capsys):
     generate = ["generate", "a fox", *options, "-o", output, *OPTIONS]
     assert "holds weights of Wan, but the LTX2Video" in error_of(capsys, *generate)
     assert "run patched alone; it goes with generate, without --no-patch" in error_of(capsys, *generate, "--no-patch")
+
+
+def test_an_image_needs_pyav(tmp_path, capsys, monkeypatch):
+    """Which diffusers would ask for when the model is loaded and on the GPU."""
+    (tmp_path / "model_index.json").write_text('{"_class_name": "LTX2ImageToVideoPipeline"}')
+    Image.new("RGB", (96, 64)).save(tmp_path / "image.png")
+    options = ["--model", tmp_path, "--image", tmp_path / "image.png", *OPTIONS]
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None if name == "av" else find_spec(name))
+    line = error_of(capsys, "generate", "a fox barks", *options, "-o", tmp_path / "video.mp4")
+    assert line.endswith("compresses the image first, which needs PyAV; install it with: pip install av")
+
+
+def test_advice_is_about_a_model_with_sound(model, tmp_path, capsys):
+    target = tmp_path / "converted"
+    assert main(["convert", str(model), str(target), "--preset", "sparse", "--device", "cpu"]) == 0
+    assert "--recipe turbot2av" in capsys.readouterr().out
+    assert main(["verify", "--model", str(model), *OPTIONS, "--steps", "1"]) == 0
+    assert "no few-step distillation.\n" in capsys.readouterr().out
 
 
 def test_other_commands(model, capsys, tmp_path):

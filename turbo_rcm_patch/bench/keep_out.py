@@ -53,7 +53,8 @@ from .parts import dtype_of, sub_layer_errors
 from .verify import check_outputs, named_blocks
 
 BLOCK, STEP = "block", "step"
-SIZES = ("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim")  # they tell one model from another
+# Entries of a model's config that tell one size from another. A family has some of them.
+SIZES = ("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "num_heads", "dim")
 FEW = 4  # steps, which are all measured
 ROUNDS = 10  # timings of a block with a part in 8 bits, and as many without
 Replacement = Callable[[nn.Module, tuple, dict], Output]
@@ -274,28 +275,32 @@ class _ModelCall:
 
     def __init__(self, name: str, step: int, model: nn.Module, args: tuple, kwargs: dict):
         self.name, self.step, self.model = name, step, model
-        self._inputs, self._oracle, self._allowed = (args, kwargs), None, math.nan
+        self._inputs, self._oracle, self._allowed = (args, kwargs), [], []
 
-    def run(self, replacement: Replacement | None = None) -> torch.Tensor:
-        """Return the transformer's output, with the output of every block replaced if a replacement is given."""
+    def run(self, replacement: Replacement | None = None) -> list[torch.Tensor]:
+        """Return the transformer's outputs, with the output of every block replaced if a replacement is given."""
         args, kwargs = self._inputs
         update_groups(self.model)
         with contextlib.ExitStack() as hooks:
             if replacement is not None:
                 for _, block in family_of(self.model).every_block(self.model):
                     hooks.callback(_replace_output(block, replacement).remove)
-            return self.model(*args, **kwargs)[0]
+            outputs = tensors_of(self.model(*args, **kwargs))
+        # Wan-Animate-2 returns a list with a tensor for each sample.
+        return [one for output in outputs for one in (output if isinstance(output, list) else [output])]
 
     def compare_with(self, limits: ErrorLimits) -> None:
         """Run the oracle and the unpatched transformer, which give the limit."""
         self._oracle = self.run(_rounded_oracle)
         unpatched = self.run(run_unpatched)
-        error = relative_l2(unpatched, self._oracle)
-        self._allowed = limits.allowed(error, unpatched.dtype, "step")
+        errors = map(relative_l2, unpatched, self._oracle)
+        self._allowed = [limits.allowed(e, one.dtype, "step") for e, one in zip(errors, unpatched, strict=True)]
 
     def judge(self) -> Judged:
-        """Run the transformer as it is now."""
-        return Judged(self.name, self.step, STEP, relative_l2(self.run(), self._oracle), self._allowed)
+        """Run the transformer as it is now, and return the error nearest its limit, of the video or of the sound."""
+        errors = map(relative_l2, self.run(), self._oracle)
+        found = [Judged(self.name, self.step, STEP, *each) for each in zip(errors, self._allowed, strict=True)]
+        return max(found, key=lambda judged: judged.ratio)
 
 
 def _replace_output(block: nn.Module, replacement: Replacement):
@@ -433,7 +438,7 @@ class _Search:
         ]
         return KeepOut(
             model=type(model).__name__,
-            sizes={name: model.config[name] for name in SIZES},
+            sizes={name: model.config[name] for name in SIZES if name in model.config},
             limits=self._limits,
             parts=tuple(self._kept_part(name) for name in sorted(self.left, key=list(self._parts).index)),
             steps=tuple(steps),

@@ -64,9 +64,10 @@ class TimedGeneration:
 def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
     """Run ``pipe(**call)`` and time its stages, on a GPU by CUDA events, which leave launches asynchronous.
 
-    call: any arguments of the pipeline except ``callback_on_step_end``; output_type is "np" (the default), "pt" or
-    "latent".
+    call: any arguments of the pipeline except ``callback_on_step_end``; output_type is "np" (the default, also for a
+    pipeline with another one), "pt" or "latent".
     """
+    call = {"output_type": "np", **call}
     device = torch.device(pipe._execution_device)
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     text_marks, decode_marks, output_marks, step_marks = [], [], [], []

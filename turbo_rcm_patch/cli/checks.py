@@ -157,6 +157,10 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
         raise CommandError(f"--model {model} makes videos from an image; {command} takes text-to-video models.")
     if from_image and not has_image:
         raise CommandError(f"--model {model} makes videos from an image; give one with --image.")
+    if from_image and has_sound and importlib.util.find_spec("av") is None:
+        raise CommandError(
+            f"--model {model} compresses the image first, which needs PyAV; install it with: pip install av"
+        )
     if has_image and not from_image:
         raise CommandError(f"--model {model} is a text-to-video model; leave --image out.")
 

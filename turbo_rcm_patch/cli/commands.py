@@ -61,6 +61,7 @@ from .pipelines import (
     warn_of_size,
 )
 from .side_by_side import write_side_by_side
+from .transformers import makes_sound
 from .tuning import tune
 from .video_writer import VideoWriter
 
@@ -306,7 +307,8 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
         line += ["--preset", arguments.preset]
         python = f"trp.load_converted({str(arguments.target)!r}, pipe, {arguments.preset!r})"
     if isinstance(PRESETS[arguments.preset], Sparse):
-        line += ["--recipe", "turbowan"]
+        classes = (read_config(folder)["_class_name"] for folder in component_folders(arguments.target).values())
+        line += ["--recipe", "turbot2av" if any(map(makes_sound, classes)) else "turbowan"]
     return f"wrote {arguments.target}; use it by\n  {' '.join(line)}\nor in Python by\n  {python}"
 
 

@@ -111,10 +111,13 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
             handle = use_distilled(pipe, source, recipe, scale, **options)
         tell(arguments, str(handle))
     except NotRecognised:
-        names = recipe_names(sound=pipeline_of(pipe).has_sound)
-        option = f"--recipe: {names}" if hasattr(arguments, "recipe") else "--sigma-max, for rCM"
-        own = _own_sampler(pipe, arguments.model)
-        tell(arguments, f"{own}: its name and files name no few-step distillation. If it is distilled, give {option}.")
+        has_sound = pipeline_of(pipe).has_sound
+        text = f"{_own_sampler(pipe, arguments.model)}: its name and files name no few-step distillation."
+        if hasattr(arguments, "recipe"):
+            text += f" If it is distilled, give --recipe: {recipe_names(sound=has_sound)}."
+        elif not has_sound:
+            text += " If it is distilled, give --sigma-max, for rCM."
+        tell(arguments, text)
 
 
 @contextlib.contextmanager

@@ -80,7 +80,8 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
     Raises CommandError if the command cannot run such weights, or if only one of two transformers has them.
     """
     given = [path for option in TRANSFORMERS if (path := getattr(arguments, option, None)) is not None]
-    if _is_ltx2(components) and (pickled := [path for path in given if path.is_file() and path.suffix in PICKLED]):
+    pickled = [path for path in given if path.is_file() and path.suffix in PICKLED]
+    if pickled and makes_sound((components.get(COMPONENTS[0]) or (None, None))[1]):
         if arguments.command != "generate" or arguments.no_patch:
             raise CommandError(
                 f"--transformer {pickled[0]} is pickled, and such files of LTX-2 run patched alone; it goes with "
@@ -101,8 +102,9 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
     return found
 
 
-def _is_ltx2(components: Mapping[str, object]) -> bool:
-    family = family_named((components.get(COMPONENTS[0]) or (None, None))[1])
+def makes_sound(class_name: object) -> bool:
+    """True for a transformer whose pipelines make video with sound."""
+    family = family_named(class_name)
     return family is not None and any(pipeline.has_sound for pipeline in family.pipelines)
 
 

@@ -24,6 +24,7 @@ from .sampling.step_count import NOT_COUNTED
 from .steps.layers import ALONE
 from .steps.plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
 from .steps.residual import CUT_OFF
+from .tiny_vae.decoding import has_tiny_vae
 from .weights.convert import weights_note
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
@@ -135,21 +136,28 @@ def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
     if state is None:
         reason = vae_family.why_left_alone(vae) or "restored"
         return Section([(f"vae: {type(vae).__name__}, as without the patch: {reason}", [])], [])
-    tables = [(_title("vae", vae, name, vae.dtype), list(_network_rows(vae, name))) for name in vae_family.NETWORKS]
+    tables = [(_title("vae", vae, name, vae.dtype), list(_network_rows(vae, name))) for name in _networks(vae)]
     options = ("vae", "vae_chunk", "implementation")
     theirs = [f"{name}={getattr(state.config, name)!r}" for name in options]
     is_others = any(getattr(state.config, name) != getattr(config, name) for name in options)
     notes = [f"patched by another call of patch, whose options stay: {', '.join(theirs)}"] if is_others else []
     if vae.dtype in measured.MEASURED_DTYPES:  # otherwise every convolution's row says that it was not measured
         notes += _measurements("convolutions", "conv_skip", get_module_execution_device(vae))
-    return Section(tables, [*notes, *vae_family.vae_notes(vae), VAE_FOOTER])
+    if has_tiny_vae(vae):
+        notes.append("a tiny VAE decodes, whole frames in every process")
+    return Section(tables, [*notes, *vae_family.vae_notes(vae, decodes=not has_tiny_vae(vae)), VAE_FOOTER])
 
 
 def vae_rows(vae: nn.Module) -> Iterator[Row]:
     """Yield a row for each step of a VAE's encoder and decoder. A VAE that is not patched has none."""
     if vae_family.vae_state(vae) is not None:
-        for network in vae_family.NETWORKS:
+        for network in _networks(vae):
             yield from _network_rows(vae, network)
+
+
+def _networks(vae: nn.Module) -> list[str]:
+    """Return the networks that run: not the decoder, if a tiny VAE decodes in its place."""
+    return [name for name in vae_family.NETWORKS if name != "decoder" or not has_tiny_vae(vae)]
 
 
 def _network_rows(vae: nn.Module, network: str) -> Iterator[Row]:

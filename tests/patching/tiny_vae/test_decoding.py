@@ -69,6 +69,18 @@ def test_a_pipeline_with_a_patch_decodes_itself_after_both_are_undone(tmp_path, 
     assert "decode" not in vars(pipe.vae)
 
 
+def test_the_summary_says_who_decodes(tmp_path):
+    pipe = tiny_wan_pipeline()
+    patch = trp.patch(pipe)
+    before = patch.summary()
+    with trp.use_tiny_vae(pipe, tiny_file(tmp_path)):
+        assert "a tiny VAE decodes, whole frames in every process" in patch.summary()
+        assert "AutoencoderKLWan, decoder" not in patch.summary()
+        assert "AutoencoderKLWan, encoder" in patch.summary()
+        assert "decoder" not in {row.blocks for row in patch.rows()}
+    assert patch.summary() == before
+
+
 def test_an_image_of_qwens_vae(tmp_path):
     vae, file = tiny_vae("qwen image"), tiny_file(tmp_path)
     _, z = latents(vae, frames=1)

@@ -98,15 +98,19 @@ def _convolutions(vae: nn.Module, network: str) -> Iterator[tuple[nn.Module, flo
         scale *= change if any(type(module) in RESAMPLE for module in modules) else 1
 
 
-def vae_notes(vae: nn.Module) -> list[str]:
-    """Return the summary's lines on the frames at a time, on strips, and on what diffusers' code ran."""
+def vae_notes(vae: nn.Module, *, decodes: bool = True) -> list[str]:
+    """Return the summary's lines on the frames at a time, on strips, and on what diffusers' code ran.
+
+    decodes: False if a tiny VAE decodes in place of this one.
+    """
     state = vae_state(vae)
     chunk = state.config.vae_chunk
     working_set = TILES_WORKING_SET if vae.use_tiling else WORKING_SET
     size = f"as many frames as {working_set >> 20} MiB hold" if chunk is None else f"{chunk} latent frames"
     eager = {"encoder": state.eager_encodes, "decoder": state.eager}
     ran = [f"diffusers' own {name} ran: {_counted(reasons)}" for name, reasons in eager.items() if reasons]
-    return [f"{size} at a time", *_notes_on_8_bits(vae), *_notes_on_strips(vae), *ran]
+    of_decoder = [*_notes_on_8_bits(vae), *_notes_on_strips(vae)] if decodes else []
+    return [f"{size} at a time", *of_decoder, *ran]
 
 
 def _notes_on_8_bits(vae: nn.Module) -> list[str]:
