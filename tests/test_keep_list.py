@@ -13,7 +13,7 @@ from tests.oracle import relative_error
 from tests.tiny_wan import output_of, tiny_wan_transformer
 from turbo_rcm_patch.bench.cases import add_random_projections
 from turbo_rcm_patch.keep_list import KeepList
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.patching.weights.store import convert_model
 
 ATTENTION, LINEAR = "blocks.1.attn1.processor", "blocks.0.ffn.net.2"

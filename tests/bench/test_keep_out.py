@@ -16,7 +16,7 @@ from turbo_rcm_patch.bench.report import keep_out_table, verification_table
 from turbo_rcm_patch.bench.verify import check_outputs, verify
 from turbo_rcm_patch.config import Quantized
 from turbo_rcm_patch.patching import PatchError, patch
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED, Tier
 
 CONFIG = Quantized(vae=False)

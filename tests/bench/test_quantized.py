@@ -14,7 +14,7 @@ from turbo_rcm_patch.bench.report import comparison_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import Quantized
 from turbo_rcm_patch.patching import patch
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
 LINEARS = {

@@ -16,7 +16,7 @@ from tests.official_names import in_8_bits, official_state_dict, with_proj_l, wi
 from tests.tiny_families import vace
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.cli import commands, main, transformers
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
 CPU = ("--device", "cpu")
 

@@ -19,7 +19,7 @@ from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.files import write_video
 from turbo_rcm_patch.patching.steps.plan import is_patched
 from turbo_rcm_patch.patching.tiny_vae import network
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.shapes import grammar
 
 

@@ -7,7 +7,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import output_of
 from turbo_rcm_patch.kernels.quantized import quantize_weight
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
 CPU = torch.device("cpu")
 CONFIG = trp.Quantized()

@@ -29,7 +29,7 @@ from tests.tiny_wan import tiny_transformer_inputs
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.journal import Journal
 from turbo_rcm_patch.patching.steps.sparse_linear import use_processors
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 RULE = r"call restore\(\) first, change the weight, then patch again"

@@ -13,7 +13,7 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import interpreting
-from turbo_rcm_patch.patching.weights import convert as quantized_weights
+from turbo_rcm_patch.patching.weights import quantize_linears as quantized_weights
 
 I2V = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
 QUANTIZE_QKV = "turbo_rcm_patch.kernels.attention_8bit.quantize_qkv"

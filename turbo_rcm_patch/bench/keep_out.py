@@ -32,9 +32,9 @@ from ..patching.families import family_of
 from ..patching.families.family import KEPT
 from ..patching.journal import forward_below_hooks
 from ..patching.steps.plan import STATE, state_of
-from ..patching.weights.convert import convertible_linears
 from ..patching.weights.group_offload import update_groups
 from ..patching.weights.linear_8bit import QuantizedLinear
+from ..patching.weights.quantize_linears import convertible_linears
 from ..tiers import ErrorLimits
 from .metrics import relative_l2
 from .ops import WithoutGraph, take_turns

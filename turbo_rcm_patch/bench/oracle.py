@@ -11,8 +11,8 @@ from diffusers import DiffusionPipeline
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..patching.weights.convert import is_quantized
 from ..patching.weights.linear_8bit import QuantizedLinear
+from ..patching.weights.quantize_linears import is_quantized
 from ..tiers import is_low_precision
 from .coding import without_tf32
 from .parts import Trace, trace_of, upcast

@@ -24,7 +24,7 @@ from ..patching.families.family import BlockPlan, Blocks
 from ..patching.steps.block_sparse import why_dense
 from ..patching.steps.plan import state_of
 from ..patching.steps.sparse_linear import is_sparse
-from ..patching.weights.convert import is_quantized
+from ..patching.weights.quantize_linears import is_quantized
 from .metrics import relative_l2
 from .sparse import choice_error
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..kernels import FP8, HEAD_DIMS_8BIT
-from ..patching.weights.convert import capability_of, format_for
+from ..patching.weights.quantize_linears import capability_of, format_for
 from ..tiers import BLOCK_SPARSE, QUANTIZED, SPARSE, Tier
 from . import ops_exact, ops_quantized, ops_sparse
 from .ops import Contest, OpCase, OpKey, op_case

@@ -17,7 +17,7 @@ from ..patching.families import family_of
 from ..patching.families.vae import vae_state
 from ..tiers import EXACT, ErrorLimits, is_low_precision
 from .coding import coded, coding_oracle, inputs_of, refuse_tiny_vae, without_tf32
-from .kept import KeptShare, kept_share_of
+from .kept_blocks import KeptShare, kept_share_of
 from .metrics import relative_l2
 from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32, weights_with
 from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs

@@ -41,8 +41,8 @@ from ..patching import Patch, patch
 from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 from ..patching.summary import in_one_line
-from ..patching.weights.convert import capability_of
 from ..patching.weights.load import component_folders, read_config
+from ..patching.weights.quantize_linears import capability_of
 from ..patching.weights.store import convert_model
 from ..wording import counted
 from .checks import CONFIG_OPTIONS, LORAS, config_options

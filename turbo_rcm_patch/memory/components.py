@@ -12,7 +12,7 @@ from ..config import Exact, PatchConfig
 from ..kernels import RANK_STEP
 from ..kernels.quantized import FP8
 from ..patching.families import family_of
-from ..patching.weights.convert import convertible_linears, quantized_linears
+from ..patching.weights.quantize_linears import convertible_linears, quantized_linears
 from ..plain import is_lora_layer
 
 SCALE_BYTES = 4  # of a row's scale and of the norm, in fp32

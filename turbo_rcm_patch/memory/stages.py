@@ -23,7 +23,7 @@ from ..patching.families.vae.chunks import (
     unpatched_encoding_bytes,
 )
 from ..patching.text_encoder import has_graphs, runs_lean
-from ..patching.weights.convert import quantized_linears
+from ..patching.weights.quantize_linears import quantized_linears
 from ..plain import is_lora_layer
 from ..wording import with_article
 from . import sound

@@ -25,8 +25,8 @@ from .steps.block_sparse import why_trained_otherwise
 from .steps.plan import SHARED
 from .steps.sparse_linear import use_processors, why_not_sparse
 from .summary import Row, Section, as_text, plan_rows, transformer_section, unknown_line, vae_rows, vae_section
-from .weights.convert import convert_weights, convertible_linears, free_originals, refuse_written_weights
 from .weights.group_offload import ON_DISK, is_on_disk, update_groups
+from .weights.quantize_linears import convert_weights, convertible_linears, free_originals, refuse_written_weights
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 
 from .errors import PatchError
 from .journal import Journal
-from .weights.convert import quantized_linears, why_not_restorable
+from .weights.quantize_linears import quantized_linears, why_not_restorable
 
 logger = logging.getLogger(__name__)
 _Handle = TypeVar("_Handle", bound="Handle")

@@ -25,7 +25,7 @@ from .steps.layers import ALONE
 from .steps.plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
 from .steps.residual import CUT_OFF
 from .tiny_vae.decoding import has_tiny_vae
-from .weights.convert import weights_note
+from .weights.quantize_linears import weights_note
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"

@@ -16,7 +16,7 @@ from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.families.ltx2.sub_layers import SUB_LAYERS
 from turbo_rcm_patch.patching.steps.layers import FEW_TOKENS
 from turbo_rcm_patch.patching.steps.plan import STATE
-from turbo_rcm_patch.patching.weights import convert
+from turbo_rcm_patch.patching.weights import quantize_linears
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 SUB_LAYER_NAMES = [f"{stream} {group}" for _, stream, group in SUB_LAYERS]
@@ -247,7 +247,7 @@ def test_sparse_attention_with_gates_of_heads_and_no_masks(fuse, has_projections
 
 def test_only_an_attention_with_more_queries_than_keys_gives_e4m3(monkeypatch):
     """Its values are scaled in passes of their own, which the sound's few queries of the video do not repay."""
-    monkeypatch.setattr(convert, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(quantize_linears, "capability_of", lambda device: (9, 0))
     model = tiny_family_transformer("ltx2", dtype=torch.bfloat16)
     inputs = moved(tiny_family_inputs("ltx2", model), "meta")
     patch = trp.patch(model, trp.Quantized())

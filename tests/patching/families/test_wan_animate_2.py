@@ -19,7 +19,7 @@ from tests.tiny_families import BATCH, CLIP_DIM, HEIGHT, WIDTH, tiny_family_inpu
 from tests.tiny_vae import Z_DIM, tiny_vae
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.patching.steps.plan import state_of
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
 NEW, DRIVING = "animate 2", "animate 2, driving video"
 

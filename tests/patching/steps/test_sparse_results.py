@@ -13,7 +13,7 @@ from tests.tiny_wan import moved
 from turbo_rcm_patch.kernels import FP8
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.steps import sparse_linear
-from turbo_rcm_patch.patching.weights import convert
+from turbo_rcm_patch.patching.weights import quantize_linears
 
 ATTENTION = ("attention_8bit_kernel", "_sparse_attention_8bit_kernel", "sparse_linear_attention_8bit_kernel")
 APART = "quantised in a pass of its own"
@@ -24,7 +24,7 @@ IN_BF16 = {torch.bfloat16}, {APART}
 def launched(monkeypatch, name, tier, capability, change=None):
     """Patch a tiny model for a GPU and run it there. Return the dtypes of its 8-bit self-attentions' results, and the
     reasons of the projections after them. change: called with each patched self-attention."""
-    monkeypatch.setattr(convert, "capability_of", lambda device: capability)
+    monkeypatch.setattr(quantize_linears, "capability_of", lambda device: capability)
     model = tiny_family_transformer(name, dtype=torch.bfloat16)
     if name == "wan" and tier == "sparse":
         for block in model.blocks:

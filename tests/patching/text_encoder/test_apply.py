@@ -13,7 +13,7 @@ import turbo_rcm_patch as trp
 from tests.patching.text_encoder.test_forward import LONG, SHORT, assert_same, encoded
 from tests.tiny_wan import FRAMES, HEIGHT, WIDTH, tiny_wan_pipeline
 from turbo_rcm_patch.patching.text_encoder import apply, forward
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.patching.weights.weight_only import WeightOnlyLinear
 
 

@@ -11,8 +11,8 @@ from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import moved, output_of, tiny_wan_transformer
 from turbo_rcm_patch.patching.journal import Journal
 from turbo_rcm_patch.patching.weights.brought import between_hooks
-from turbo_rcm_patch.patching.weights.convert import convert_weights
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
+from turbo_rcm_patch.patching.weights.quantize_linears import convert_weights
 from turbo_rcm_patch.tiers import QUANTIZED
 
 PLACES = {

@@ -10,7 +10,7 @@ from diffusers.hooks.group_offloading import GroupOffloadingConfig, GroupOffload
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import output_of, tiny_wan_transformer
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
 CPU = torch.device("cpu")
 CONFIG = trp.Quantized()

@@ -15,9 +15,9 @@ from tests.tiny_wan import moved, output_of, tiny_transformer_inputs, tiny_wan_p
 from turbo_rcm_patch.kernels.quantized import INT8
 from turbo_rcm_patch.patching.weights import load as quantized_converted
 from turbo_rcm_patch.patching.weights import store as convert
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
 from turbo_rcm_patch.patching.weights.load import FILE, load_converted
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.patching.weights.store import convert_model
 
 CONFIG = trp.Quantized()

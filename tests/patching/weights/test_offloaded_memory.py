@@ -10,8 +10,8 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG
 from tests.tiny_wan import output_of, tiny_wan_transformer
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS, QuantizedLinear
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
 BLOCKS = 8
 LARGE = {"heads": 16, "head_dim": 128, "ffn_dim": 8192, "layers": BLOCKS, "dtype": torch.bfloat16}  # 64 MiB a block

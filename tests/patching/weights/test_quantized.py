@@ -15,7 +15,7 @@ from tests.tiny_families import DENSE, FAMILIES, tiny_family_inputs, tiny_family
 from tests.tiny_wan import moved, tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.patching.steps import in_8_bits
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -17,7 +17,7 @@ from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.kernels.launch import Launch, launch_kernel
 from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import FP8, INT8
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
-from turbo_rcm_patch.patching.weights import convert as quantized_weights
+from turbo_rcm_patch.patching.weights import quantize_linears as quantized_weights
 from turbo_rcm_patch.tiers import QUANTIZED
 
 FORMATS = {"int8": INT8, "e4m3": FP8, "fp16": torch.float16}

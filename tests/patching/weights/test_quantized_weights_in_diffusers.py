@@ -22,8 +22,8 @@ from tests.patching.quantized_models import (
     up_to_date,
 )
 from tests.tiny_wan import output_of, tiny_wan_transformer
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS, QuantizedLinear
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG, ERROR, FREED, add_lora
 from tests.tiny_wan import output_of, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE, QuantizedLinear, convert
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error, same_tensors
 from tests.patching.quantized_models import CONFIG, FREED, PER_BLOCK, add_lora
 from tests.tiny_wan import output_of, tiny_wan_transformer
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
 AS_A_PARAMETER = LoraConfig(r=4, target_modules=[], target_parameters=["attn1.to_q.weight"], init_lora_weights=False)
@@ -65,6 +65,7 @@ WRITES = {
     "a view of a view": by_weight(lambda weight: weight.detach().view(-1)[-1].add_(3.0)),
     "out=": by_weight(lambda weight: torch.add(weight, 1.0, out=weight)),
     "foreach": by_weight(foreach),
+    "shared memory": by_weight(lambda weight: weight.share_memory_()),
     "init": by_weight(lambda weight: nn.init.constant_(weight, 0.25)),
     "another parameter": by_linear(lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(128, 128)))),
     "None": by_linear(lambda linear: setattr(linear, "weight", None)),

@@ -15,8 +15,8 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import output_of, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
 from turbo_rcm_patch.patching.weights import turbodiffusion
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.patching.weights.store import convert_model
 from turbo_rcm_patch.tiers import QUANTIZED
 

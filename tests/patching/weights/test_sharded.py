@@ -11,8 +11,8 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks, shard
 from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.patching.weights.convert import is_quantized
 from turbo_rcm_patch.patching.weights.linear_8bit import VALUES
+from turbo_rcm_patch.patching.weights.quantize_linears import is_quantized
 
 
 def model_and_inputs(device="cpu"):

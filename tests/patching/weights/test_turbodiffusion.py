@@ -16,7 +16,7 @@ from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.whole import parameters_of
 from turbo_rcm_patch.patching.steps.sparse_linear import SparseAttnProcessor
 from turbo_rcm_patch.patching.weights import turbodiffusion
-from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 from turbo_rcm_patch.tiers import SPARSE
 
 

@@ -52,7 +52,7 @@ from ..sampling.step_count import Steps
 from ..steps.block_sparse import layers_attended_exactly
 from ..steps.plan import SHARED, STATE, Attends, BlockCall, BlockState, Call, Plans, Shared, Step
 from ..steps.sparse_linear import SelfAttention, SparseForm
-from ..weights.convert import ROWS_KNOWN, LinearAt
+from ..weights.quantize_linears import ROWS_KNOWN, LinearAt
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 Outputs = Mapping[str, torch.Tensor]  # of modules, by path

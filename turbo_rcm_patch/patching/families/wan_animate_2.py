@@ -33,7 +33,7 @@ from ...plain import is_autocast
 from ..steps.layers import Tables
 from ..steps.plan import state_of
 from ..steps.sparse_linear import rotate
-from ..weights.convert import ROWS_KNOWN
+from ..weights.quantize_linears import ROWS_KNOWN
 from .family import Blocks, Family, Measured, RandomWeights
 from .wan import block as wan
 from .wan.forward import run_block

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...kernels import RANK_STEP, LowRank, QuantizedWeight, quantize_weight
-from ..weights.convert import is_quantized
+from ..weights.quantize_linears import is_quantized
 
 
 class Adapter(NamedTuple):

@@ -19,7 +19,7 @@ from ...kernels import LowRank, Quantized, QuantizedWeight, reference
 from ...kernels.linear.gemm_portable import NO_PAIR, SecondPair
 from ...kernels.linear.linear import project_down
 from ...plain import hook_on, is_lora_layer, linear_of, why_not_plain
-from ..weights.convert import is_quantized
+from ..weights.quantize_linears import is_quantized
 from .factors import Adapter, Product, rank_of
 
 LIVE = frozenset({"scaling"})  # attributes of LoRA layers that every use reads again

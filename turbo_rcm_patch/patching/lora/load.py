@@ -22,8 +22,8 @@ from torch import nn
 from ...checkpoints.lora import Lora, Pair
 from ...checkpoints.names import modules_of, owner_in
 from ...wording import name_of_dtype, with_article
-from ..weights.convert import why_not_restorable
 from ..weights.group_offload import are_on_disk, groups_of, write_through
+from ..weights.quantize_linears import why_not_restorable
 from ..weights.read_only import RULE, ReadOnlyWeight
 
 logger = logging.getLogger(__name__)

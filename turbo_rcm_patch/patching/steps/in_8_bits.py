@@ -30,7 +30,7 @@ from ...kernels.linear.spec import LinearSpec
 from ...kernels.rows.quantize_rows import QUANTIZE_ROWS
 from ..lora.inside_projections import Linears
 from ..weights.brought import between_hooks
-from ..weights.convert import DTYPES, bias_bound, why_not_read
+from ..weights.quantize_linears import DTYPES, bias_bound, why_not_read
 from .plan import MODULE, Call, Step, Stream
 
 if TYPE_CHECKING:

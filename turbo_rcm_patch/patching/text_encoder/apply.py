@@ -14,12 +14,12 @@ from ..copying import reduce_ex
 from ..errors import PatchError
 from ..journal import Journal, bind
 from ..restoring import Handle, check_restorable
-from ..weights.convert import free_originals, load_state_dict, shared_parameters, weights_note
+from ..weights.quantize_linears import free_originals, load_state_dict, shared_parameters, weights_note
 from ..weights.weight_only import GROUP, WeightOnlyLinear, convert_in_groups
 from .forward import GRAPHS, KEPT, block_forward, encoder_forward, stack_forward
 from .graph import EncoderGraphs
-from .kept import Kept
 from .lean import why_not_lean
+from .prompt_cache import PromptCache
 
 _JOURNAL = "_turbo_rcm_patch_text_journal"  # the attribute of a patched encoder that holds its Journal
 OFFLOADED = "its weights are offloaded or hooked; call plan.undo(), or remove that, first."
@@ -66,7 +66,7 @@ class TextEncoderPatch(Handle):
         """Return what is patched, as a line for each part."""
         if not self.active:
             return "text encoder: restored"
-        kept: Kept = vars(self.encoder)[KEPT]
+        kept: PromptCache = vars(self.encoder)[KEPT]
         lines = ["text encoder: encodes the prompts' real tokens", weights_note(self.encoder)]
         if kept.count:
             lines.append(f"embeddings of {counted(len(kept), 'call')} kept, at most {kept.count}; {kept.hits} reused")
@@ -109,7 +109,7 @@ def patch_text_encoder(
     journal = Journal()
     try:
         journal.set(encoder, _JOURNAL, journal)
-        journal.set(encoder, KEPT, Kept(keep_prompts))
+        journal.set(encoder, KEPT, PromptCache(keep_prompts))
         forwards = _forwards(encoder)
         journal.set(encoder, GRAPHS, EncoderGraphs(encoder, dict(forwards)) if cuda_graph else None)
         for module, forward in forwards:

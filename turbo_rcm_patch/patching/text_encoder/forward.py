@@ -23,8 +23,8 @@ from transformers.models.umt5.modeling_umt5 import (
 from ...kernels.attention.sdpa import preferring
 from ...plain import hook_on
 from .graph import TOKENS, EncoderGraphs
-from .kept import Kept
 from .lean import gives_more, why_not_lean
+from .prompt_cache import PromptCache
 
 KEPT = "_turbo_rcm_patch_kept"  # the attribute of an encoder that holds the results of its last prompts
 GRAPHS = "_turbo_rcm_patch_graphs"  # the attribute of an encoder that holds its EncoderGraphs, or None
@@ -46,7 +46,7 @@ def encoder_forward(
     if lengths is None:
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         return type(self).forward(self, **given, **options)
-    kept: Kept = vars(self)[KEPT]
+    kept: PromptCache = vars(self)[KEPT]
     key = kept.key(self, input_ids, lengths)
     hidden = kept.get(key)
     if hidden is None:

@@ -36,7 +36,7 @@ from ..steps.sparse_linear import (
     needs_projections,
     use_processors,
 )
-from .convert import convertible_linears, put_in_8_bits
+from .quantize_linears import convertible_linears, put_in_8_bits
 from .tensor_files import read_header
 from .turbodiffusion import load_turbodiffusion
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -53,6 +54,10 @@ class ReadOnlyWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        raise self._refusal()
+
+    def share_memory_(self) -> NoReturn:
+        """Raise RuntimeError. This tensor has no memory, without which PyTorch's method ends the process."""
         raise self._refusal()
 
     def _refusal(self) -> RuntimeError:

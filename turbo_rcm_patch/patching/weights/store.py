@@ -24,9 +24,9 @@ from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
 from ..families import family_of, model_in, weights_in
 from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections
-from .convert import convertible_linears, format_for, from_file_note, has_format
 from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if
+from .quantize_linears import convertible_linears, format_for, from_file_note, has_format
 from .tensor_files import Kind, read_header, write_tensors
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"

@@ -22,9 +22,16 @@ from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
 from ..steps.sparse_linear import add_projections, needs_projections, why_not_replaceable
-from .convert import capability_of, convertible_linears, from_file_note, has_format, is_quantized, put_in_8_bits
 from .group_offload import ON_DISK, groups_of, is_on_disk, write_through
 from .linear_8bit import error_of, from_values
+from .quantize_linears import (
+    capability_of,
+    convertible_linears,
+    from_file_note,
+    has_format,
+    is_quantized,
+    put_in_8_bits,
+)
 
 # For each value of `attention`, the parts of a block that run in 8 bits.
 IN_8_BITS = {"sagesla": ("attention", "linears"), "sla": ()}

@@ -15,13 +15,13 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import output_of, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
 from turbo_rcm_patch.patching.weights import linear_8bit as quantized_linear
-from turbo_rcm_patch.patching.weights.convert import (
+from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE, QuantizedLinear, convert
+from turbo_rcm_patch.patching.weights.quantize_linears import (
     bias_bound,
     format_for,
     quantized_linears,
     why_not_read,
 )
-from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE, QuantizedLinear, convert
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_failure_leaves_all_as_it_was(monkeypatch):
             raise MemoryError("halfway")
         return convert(*arguments)
 
-    monkeypatch.setattr("turbo_rcm_patch.patching.weights.convert.convert", failing)
+    monkeypatch.setattr("turbo_rcm_patch.patching.weights.quantize_linears.convert", failing)
     for config in (CONFIG, FREED):
         conversions.clear()
         with pytest.raises(MemoryError):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class Kept:
+class PromptCache:
     """The embeddings of the prompts that were used last.
 
     count: how many calls are kept, or 0. A generation with guidance makes two, for its negative prompt too.
