@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 from unittest import mock
@@ -11,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from diffusers import (
+    AnyFlowTransformer3DModel,
+    HeliosTransformer3DModel,
     SkyReelsV2DiffusionForcingPipeline,
     SkyReelsV2Pipeline,
     SkyReelsV2Transformer3DModel,
+    WanAnimateTransformer3DModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
@@ -30,8 +34,16 @@ from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.components import Component, components_of
 from turbo_rcm_patch.memory.empty_models import cast_as_loaded
 from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs, needs_table
-from turbo_rcm_patch.memory.stages import Patched, Video, denoising_bytes, stages_of, tokens_of, unpatched_stages
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.memory.stages import (
+    BESIDE_BLOCKS,
+    Patched,
+    Video,
+    denoising_bytes,
+    stages_of,
+    tokens_of,
+    unpatched_stages,
+)
+from turbo_rcm_patch.patching.families import CASES, anyflow, helios
 from turbo_rcm_patch.patching.families.vae.chunks import encoding_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +208,7 @@ def test_the_unpatched_step_takes_what_diffusers_block_takes(name, lora):
     timesteps = (tokens_of("transformer", patched, video),) if case.expand_timesteps else ()
     shapes = latents, timesteps, (512, model.config.text_dim)
     inputs = [torch.empty(1, *shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
-    attention = mock.patch.object(F, "scaled_dot_product_attention", lambda query, **_: torch.empty_like(query))
+    attention = mock.patch.object(F, "scaled_dot_product_attention", lambda query, *_, **__: torch.empty_like(query))
     with torch.no_grad(), attention, Peak(model) as counted:
         model(*inputs)
     assert 0.97 <= step.computing / counted.bytes <= 1.15
@@ -229,7 +241,7 @@ def test_the_pipeline_says_if_each_token_has_its_own_timestep(tmp_path):
 
 
 def test_vace_encodes_a_masked_video_while_its_pipeline_holds_others():
-    """The video, its mask, and the video masked the other way."""
+    """The video, its mask, and the video masked the other way. The video stays. A step has one reference image."""
     vae, video = tiny_vae(dtype=torch.bfloat16), Video(32, 48, 5)
     plain, with_control = (
         {stage.name: stage.computing for stage in stages_of(Patched(models, trp.Exact()), video)}
@@ -238,9 +250,11 @@ def test_vace_encodes_a_masked_video_while_its_pipeline_holds_others():
         )
     )
     assert "VAE encoding" not in plain
-    hint = (2 + 1) * 12 * 128 * 4  # of two layers, and the last states of the control blocks, of 12 tokens
-    assert with_control["denoising"] == plain["denoising"] + hint
     values = 3 * 5 * 32 * 48
+    of_token = (plain["denoising"] - BESIDE_BLOCKS) // 12
+    of_token += (2 + 1) * 128 * 4  # hints of two layers, and the last states of the control blocks
+    assert with_control["denoising"] == (12 + 6) * of_token + BESIDE_BLOCKS + 4 * values
+    assert with_control["decoding"] == plain["decoding"] + 4 * values
     assert with_control["VAE encoding"] == encoding_bytes(vae, *video) + 2 * 4 * values + 3 * 2 * values
 
 
@@ -258,32 +272,91 @@ def test_diffusion_forcing_gives_each_token_its_own_timestep(tmp_path):
     assert denoising[1] > 1.2 * denoising[0]
 
 
-FORCED = {"enable_diffusion_forcing": True}
+LATENT, PIXELS, FACE = (25, 68, 120), (97, 544, 960), (97, 512, 512)  # frames, height, width of one video and a face
+LATENT_BEHIND_IMAGE = 26, *LATENT[1:]
+WAN = {"hidden_states": (16, *LATENT), "timestep": ()}
+FORCED = {**WAN, "timestep": (25,), "enable_diffusion_forcing": True}
+CONTROLLED = {
+    "hidden_states": (16, *LATENT_BEHIND_IMAGE),
+    "timestep": (),
+    "control_hidden_states": (96, *LATENT_BEHIND_IMAGE),
+    "control_hidden_states_scale": (),
+}
+ANIMATED = {
+    "hidden_states": (36, *LATENT_BEHIND_IMAGE),
+    "timestep": (),
+    "encoder_hidden_states_image": (257, 1280),
+    "pose_hidden_states": (16, *LATENT),
+    "face_pixel_values": (3, *FACE),
+}
+FLOW = {"hidden_states": (25, 16, *LATENT[1:]), "timestep": (25,), "r_timestep": (25,)}
+FRAMES = {"hidden_states": 9, "latents_history_short": 2, "latents_history_mid": 2, "latents_history_long": 16}
+CHUNK = {
+    "timestep": (),
+    **{name: (16, frames, *LATENT[1:]) for name, frames in FRAMES.items()},
+    **{f"indices_{name}": (frames,) for name, frames in FRAMES.items()},
+}
+WITH_CONTROL = {"vace_layers": [0], "vace_in_channels": 96, "ffn_dim": 4160}  # in 14B's proportion to the width
+WITH_FACE = {"inject_face_latents_blocks": 1, "motion_encoder_batch_size": 1, "added_kv_proj_dim": 1536}
 
 
+def one_row(scale_shift_table, temb, x, shared):
+    """The rows of modulation if all tokens have the same timestep, which tensors without values do not tell."""
+    return [row.squeeze(2) for row in (scale_shift_table.unsqueeze(0) + temb[:, :1].float()).chunk(6, dim=2)]
+
+
+@contextmanager
+def without_values():
+    """Let diffusers' modules and the families with a modulation of each token run without values as on a GPU."""
+    with ExitStack() as stack:
+        for family in (anyflow, helios):
+            stack.enter_context(mock.patch.object(family, "modulation", one_row))
+        stack.enter_context(mock.patch.object(F, "rms_norm", lambda x, *_, **__: torch.empty_like(x)))
+        attention = mock.patch.object(
+            F, "scaled_dot_product_attention", lambda query, *_, **__: torch.empty_like(query)
+        )
+        stack.enter_context(attention)
+        stack.enter_context(mock.patch.object(torch, "autocast", return_value=nullcontext()))
+        stack.enter_context(meta_is_gpu((9, 0), 132))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
 @pytest.mark.parametrize(
-    ("model_class", "options", "timesteps", "call"),
+    ("model_class", "options", "call", "videos"),
     [
-        (WanTransformer3DModel, {}, (), {}),
-        (SkyReelsV2Transformer3DModel, {}, (), {}),
-        (SkyReelsV2Transformer3DModel, {}, (25,), FORCED),
-        (WanVACETransformer3DModel, {"vace_layers": [0], "vace_in_channels": 96}, (), {}),
+        (WanTransformer3DModel, {}, WAN, ()),
+        (SkyReelsV2Transformer3DModel, {}, WAN, ()),
+        (SkyReelsV2Transformer3DModel, {}, FORCED, ()),
+        (WanVACETransformer3DModel, WITH_CONTROL, CONTROLLED, (PIXELS,)),
+        (WanAnimateTransformer3DModel, {"num_layers": 2, **WITH_FACE}, ANIMATED, (PIXELS, FACE)),
+        (AnyFlowTransformer3DModel, {}, FLOW, ()),
+        (HeliosTransformer3DModel, {}, CHUNK, ()),
+        (HeliosTransformer3DModel, {"is_amplify_history": True}, CHUNK, ()),
     ],
-    ids=["wan", "skyreels", "diffusion forcing", "vace"],
+    ids=["wan", "skyreels", "diffusion forcing", "vace", "animate", "anyflow", "helios", "amplified history"],
 )
-def test_a_patched_step_takes_what_its_blocks_take(model_class, options, timesteps, call):
-    """Counted on tensors without values, as on an H100."""
-    with torch.device("meta"):
-        model = model_class(num_attention_heads=12, ffn_dim=8960, num_layers=1, **options)
-        latents = [torch.empty(1, channels, 25, 68, 120, dtype=torch.bfloat16) for channels in (16, 96)]
-        inputs = torch.empty(1, *timesteps), torch.empty(1, 512, model.config.text_dim, dtype=torch.bfloat16)
-        control = {"control_hidden_states": latents[1], "control_hidden_states_scale": torch.ones(1)} if options else {}
+def test_a_patched_step_takes_what_its_blocks_take(model_class, options, call, videos, tier):
+    """Counted on tensors without values, as on an H100. videos: those in fp32 that the pipeline keeps beside."""
+    config = trp.Exact() if tier == "exact" else trp.Quantized(restorable=False)
+    with torch.device("meta" if tier == "exact" else "cpu"):
+        model = model_class(**{"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 1, **options})
     model = cast_as_loaded(model, torch.bfloat16)
-    patched = Patched({"transformer": model}, trp.Exact(), own_timesteps=bool(timesteps))
+    patched = Patched({"transformer": model}, config, own_timesteps="enable_diffusion_forcing" in call)
     (step,) = stages_of(patched, Video(544, 960, 97))
-    with meta_is_gpu((9, 0), 132), trp.patch(model), torch.no_grad(), Peak(model) as counted:
-        model(latents[0], *inputs, **call, **control)
-    assert counted.bytes <= max(step.computing, step.after_blocks) <= 1.1 * counted.bytes
+    shapes = {"encoder_hidden_states": (512, model.config.text_dim), **call}
+    given = {
+        name: torch.empty(1, *value, dtype=torch.bfloat16, device="meta") if isinstance(value, tuple) else value
+        for name, value in shapes.items()
+    }
+    needed = sum(value.nbytes for value in given.values() if isinstance(value, torch.Tensor))
+    needed += sum(4 * 3 * math.prod(video) for video in videos)
+    trp.patch(model, config)
+    with without_values(), Peak(model.to("meta")) as counted:
+        model(**given)
+    needed += counted.bytes
+    assert needed <= max(step.computing, step.after_blocks) <= 1.1 * needed
 
 
 @pytest.mark.parametrize("name", ["anyflow far", "animate 2"])

@@ -139,7 +139,7 @@ def fit(
         vram: the card's memory, such as "8 GB" or a number of bytes. None: what is free on the card now, less 5 %.
         height: of the video, in pixels.
         width: of the video, in pixels.
-        num_frames: of the video.
+        num_frames: of the video. Wan-Animate: of a segment. VACE: add 4 for each reference image beyond one.
         config: the configuration or preset that `patch` will get, if the pipeline is not patched yet. None: "exact".
         device: the GPU.
 

@@ -93,19 +93,21 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("text encoding", ("text_encoder",), encoder_bytes(encoder, TEXT_TOKENS))
     if (encoder := models.get("image_encoder")) is not None:
         yield Stage("image encoding", ("image_encoder",), encoder_bytes(encoder, IMAGE_TOKENS))
+    _, given = given_bytes(models, video)
     is_ours = vae is not None and _is_patched(vae, patched.config)
     if vae is not None:
         yield from _encoding("VAE encoding", patched, video, encoding_bytes if is_ours else unpatched_encoding_bytes)
     for name, model in models.items():
         if family_of(model) is not None:
             in_blocks, after_blocks = denoising_bytes(name, patched, video)
-            yield Stage("denoising", (name,), in_blocks + BESIDE_BLOCKS, after_blocks=after_blocks)
+            step = in_blocks + BESIDE_BLOCKS + given
+            yield Stage("denoising", (name,), step, after_blocks=after_blocks + given)
     if is_ours:
         size_of = partial(decoding_bytes, vae, *video, in_8_bits=patched.config.vae == VAE_8BIT)
-        decoding = [size_of(in_tiles=tiles) for tiles in (False, True)]
-        yield Stage("decoding", ("vae",), *decoding, within=lambda free: size_of(free=free))
+        decoding = [size_of(in_tiles=tiles) + given for tiles in (False, True)]
+        yield Stage("decoding", ("vae",), *decoding, within=lambda free: size_of(free=free) + given)
     elif vae is not None:
-        yield _unpatched_decoding("decoding", vae, video)
+        yield _unpatched_decoding("decoding", vae, video, given)
     if patched.beside is not None:
         yield from patched.beside(patched, video)
 
@@ -153,12 +155,14 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
     """Yield the stages that take other memory in diffusers' own code."""
     vae = patched.models.get("vae")
     kept = sound.kept_prompts_bytes(patched.models, patched.samples) if sound.has_sound(patched.models) else 0
+    _, given = given_bytes(patched.models, video)
     for name, model in patched.models.items():
         if family_of(model) is not None:
-            yield Stage("denoising, unpatched", (name,), _unpatched_denoising_bytes(name, patched, video) + kept)
+            step = _unpatched_denoising_bytes(name, patched, video) + kept + given
+            yield Stage("denoising, unpatched", (name,), step)
     if vae is not None and is_vae(vae):  # others are not patched
         yield from _encoding("VAE encoding, unpatched", patched, video, unpatched_encoding_bytes)
-        yield _unpatched_decoding("decoding, unpatched", vae, video)
+        yield _unpatched_decoding("decoding, unpatched", vae, video, given)
 
 
 def _is_patched(vae: nn.Module, config: PatchConfig) -> bool:
@@ -170,14 +174,16 @@ def _encoding(name: str, patched: Patched, video: Video, size_of: Callable[..., 
     """Yield the stage in which the VAE encodes an image or a video, if the pipeline has one."""
     models = patched.models
     if any(reads_image(model) for model in models.values()):
-        given = video._replace(frames=1) if patched.own_timesteps else video
-        more = control_bytes(models, video)
-        yield Stage(name, ("vae",), *(size_of(models["vae"], *given, in_tiles=tiles) + more for tiles in (False, True)))
+        encoded = video._replace(frames=1) if patched.own_timesteps else video
+        more, _ = given_bytes(models, video)
+        sizes = (size_of(models["vae"], *encoded, in_tiles=tiles) + more for tiles in (False, True))
+        yield Stage(name, ("vae",), *sizes)
 
 
-def _unpatched_decoding(name: str, vae: nn.Module, video: Video) -> Stage:
-    """Return the decode by diffusers' own code, which takes a latent frame at a time in any plan."""
-    return Stage(name, ("vae",), *(unpatched_decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)))
+def _unpatched_decoding(name: str, vae: nn.Module, video: Video, more: int) -> Stage:
+    """Return the decode by diffusers' own code, a latent frame at a time in any plan. more: bytes beside it."""
+    sizes = (unpatched_decoding_bytes(vae, *video, in_tiles=tiles) + more for tiles in (False, True))
+    return Stage(name, ("vae",), *sizes)
 
 
 def why_unknown(transformer: nn.Module) -> str | None:
@@ -197,24 +203,20 @@ def why_unknown(transformer: nn.Module) -> str | None:
 
 def reads_image(model: nn.Module) -> bool:
     """True for a transformer whose latents come with those of an image, or of a video that controls it."""
-    config = getattr(model, "config", None)
-    if family_of(model) is None:
+    config, family = getattr(model, "config", None), family_of(model)
+    if family is None:
         return False
-    return config.in_channels != config.out_channels or _has_control(model)
+    return config.in_channels != config.out_channels or family.blocks[0].sizes.given_bytes is not None
 
 
-def _has_control(model: nn.Module) -> bool:
-    return "vace_layers" in model.config
-
-
-def control_bytes(models: Mapping[str, nn.Module], video: Video) -> int:
-    """Return the bytes that VACE's pipeline holds while it encodes a masked video. 0 for others.
-
-    They are the video and its mask, in fp32 and in the VAE's dtype, and the video masked the other way.
-    """
-    if not any(family_of(model) is not None and _has_control(model) for model in models.values()):
-        return 0
-    return 3 * video.frames * video.height * video.width * (2 * FP32_BYTES + 3 * models["vae"].dtype.itemsize)
+def given_bytes(models: Mapping[str, nn.Module], video: Video) -> tuple[int, int]:
+    """Return the bytes of given videos on the GPU, while the VAE encodes them and after that."""
+    for model in models.values():
+        family = family_of(model)
+        if family is not None and (given := family.blocks[0].sizes.given_bytes) is not None:
+            wide = family.compute_dtype(model).itemsize
+            return given(model.config, *video, wide, models["vae"].dtype.itemsize if "vae" in models else wide)
+    return 0, 0
 
 
 def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int]:
@@ -225,7 +227,8 @@ def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int
     transformer = patched.models[name]
     sizes, tokens = family_of(transformer).blocks[0].sizes, tokens_of(name, patched, video)
     wide = family_of(transformer).compute_dtype(transformer).itemsize
-    in_blocks, after_blocks = sizes.bytes_per_token(transformer.config, wide, patched.config.tier), 0
+    in_blocks = sizes.bytes_per_token(transformer.config, wide, patched.config.tier)
+    after_blocks = sizes.bytes_after_blocks(transformer.config, wide)
     if patched.own_timesteps:
         in_blocks, after_blocks = sizes.bytes_with_timesteps(transformer.config, wide, in_blocks)
     return tokens * in_blocks, tokens * after_blocks
@@ -241,10 +244,11 @@ def _unpatched_denoising_bytes(name: str, patched: Patched, video: Video) -> int
 
 
 def tokens_of(name: str, patched: Patched, video: Video) -> int:
-    """Return the tokens of a video in a transformer."""
+    """Return the tokens of a video in a transformer, with those of the images that its family counts."""
     transformer, vae = patched.models[name], patched.models.get("vae")
-    latent = latent_size({} if vae is None else vae.config, *video)
-    return family_of(transformer).blocks[0].sizes.tokens(transformer.config, latent)
+    sizes = family_of(transformer).blocks[0].sizes
+    frames, *edges = latent_size({} if vae is None else vae.config, *video)
+    return sizes.tokens(transformer.config, (frames + sizes.given_images, *edges))
 
 
 def lora_itemsize(model: nn.Module) -> int:

@@ -9,6 +9,7 @@ and is called as a whole. Frames far back have fewer tokens than the others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -37,6 +38,7 @@ from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
 from .family import Family
+from .wan import sizes as wan_sizes
 from .wan.block import WanBlock
 from .wan.modulation import TokenRuns, modulation
 from .wan.names import WAN_NAMES
@@ -155,6 +157,23 @@ def _remember_runs(
     shared.runs = TokenRuns(rows, starts.int(), storage, timestep_proj._version)
 
 
+def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
+    """Return the bytes per token of the largest set of tensors that are alive after the blocks.
+
+    They are the time embedding, its projection, the hidden states, and five tensors in fp32 of the output norm and its
+    modulation. One tensor of the model's width stands for the prompts, latents and tables.
+    """
+    C = config["num_attention_heads"] * config["attention_head_dim"]
+    return (9 * wide + 5 * wan_sizes.FP32_BYTES) * C
+
+
+SIZES = wan_sizes.SIZES._replace(
+    bytes_per_token=wan_sizes.bytes_with_modulation,
+    unpatched_bytes_per_token=lambda config, wide, lora, own: wan_sizes.unpatched_bytes_per_token(
+        config, wide, lora, own_timesteps=True
+    ),
+    bytes_after_blocks=bytes_after_blocks,
+)
 _block = partial(
     WanBlock,
     angles=angles,
@@ -170,7 +189,7 @@ CAUSAL_BLOCK = _block(FARAttention, FARAttnProcessor, FARCrossAttnProcessor)
 ANYFLOW = Family(
     AnyFlowTransformer3DModel,
     "AnyFlow",
-    (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, can_be_sparse=True),),
+    (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, can_be_sparse=True, sizes=SIZES),),
     FIRST_LAYER,
     WAN_NAMES,
     more=partial(embedder, forward=embedder_forward),

@@ -104,6 +104,11 @@ class Sizes(NamedTuple):
     unpatched_bytes_per_token: (config, bytes of a value in the model's dtype, bytes of a value in its LoRAs or 0, True
         if each token has its own timestep) -> the largest set of tensors in a step of diffusers' own code.
     feed_forward: (config) -> the channels within the feed-forward.
+    bytes_after_blocks: (config, bytes of a value in the model's dtype) -> the largest set of tensors that are alive
+        after the blocks, for each token. 0: never more than in a block.
+    given_images: how many images a plan counts as more latent frames of a step.
+    given_bytes: (config, height, width, frames, bytes of a value in the model's dtype, the same in the VAE's) -> the
+        bytes of given videos on the GPU while the VAE encodes them, and after that. None: no videos are given.
     """
 
     needed: tuple[str, ...]
@@ -113,6 +118,9 @@ class Sizes(NamedTuple):
     bytes_with_timesteps: Callable[[Mapping[str, object], int, int], tuple[int, int]]
     unpatched_bytes_per_token: Callable[[Mapping[str, object], int, int, bool], int]
     feed_forward: Callable[[Mapping[str, object]], int]
+    bytes_after_blocks: Callable[[Mapping[str, object], int], int] = lambda config, wide: 0
+    given_images: int = 0
+    given_bytes: Callable[[Mapping[str, object], int, int, int, int, int], tuple[int, int]] | None = None
 
 
 class RandomWeights(NamedTuple):

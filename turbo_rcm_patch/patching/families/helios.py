@@ -6,6 +6,8 @@ row of modulation each. Only the new frames attend to the prompt. RoPE's cos and
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,15 +24,21 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...kernels import MAX_RUNS
+from ...tiers import Tier
 from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
 from .family import Family
+from .wan import sizes as wan_sizes
 from .wan.block import WanBlock
 from .wan.modulation import Row, TokenRuns, modulation
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 from .wan.sub_layers import Inputs
+
+# Latent frames of a step with the pipeline's defaults: the new ones, and the short, mid and long history. Beside each
+# is how many times longer its patches' edges are.
+CHUNK = (9, 1), (2, 1), (2, 2), (16, 4)
 
 
 class Beside(NamedTuple):
@@ -143,6 +151,51 @@ def embedder_forward(
     return type(self).forward(self, timestep, encoder_hidden_states, is_return_encoder_hidden_states)
 
 
+def tokens(config: Mapping[str, object], latent: tuple[int, int, int]) -> int:
+    """Return the tokens of a step: a chunk with its history, whatever the video's length. latent: as `Sizes` has it."""
+    patch = config.get("patch_size") or (1, 2, 2)
+    sizes = (((frames, *latent[1:]), times) for frames, times in CHUNK)
+    return sum(
+        math.prod(math.ceil(length / (edge * times)) for length, edge in zip(size, patch, strict=True))
+        for size, times in sizes
+    )
+
+
+def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
+    """Return what Wan's function of this name does. Each token of the history and of the chunk has its modulation.
+
+    A self-attention that amplifies its history runs diffusers' code. Nine tensors of the model's width are then alive
+    beside the modulation, and the rotary embeddings.
+    """
+    in_blocks, head_dim = wan_sizes.bytes_with_modulation(config, wide, tier), config["attention_head_dim"]
+    if not config.get("is_amplify_history"):
+        return in_blocks
+    amplified = (7 + 9) * wide * config["num_attention_heads"] * head_dim + 2 * wan_sizes.FP32_BYTES * head_dim
+    return max(in_blocks, amplified)
+
+
+def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:
+    """Return what Wan's function of this name does for a model in which each token has its own timestep."""
+    return wan_sizes.unpatched_bytes_per_token(config, wide, lora, own_timesteps=True)
+
+
+def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
+    """Return the bytes per token of the largest set of tensors that are alive after the blocks.
+
+    They are the time embedding, its projection, the hidden states, and five tensors in fp32 of the output norm and its
+    modulation, for the four fifths of the tokens that are new. One tensor of the model's width stands for the prompts,
+    latents and tables.
+    """
+    C = config["num_attention_heads"] * config["attention_head_dim"]
+    return (9 * wide + 4 * wan_sizes.FP32_BYTES) * C
+
+
+SIZES = wan_sizes.SIZES._replace(
+    tokens=tokens,
+    bytes_per_token=bytes_per_token,
+    unpatched_bytes_per_token=unpatched_bytes_per_token,
+    bytes_after_blocks=bytes_after_blocks,
+)
 BLOCK = HeliosBlock(
     HeliosAttention,
     HeliosAttnProcessor,
@@ -156,7 +209,7 @@ BLOCK = HeliosBlock(
 HELIOS = Family(
     HeliosTransformer3DModel,
     "Helios",
-    (wan_blocks("blocks", HeliosTransformerBlock, BLOCK, can_be_sparse=True),),
+    (wan_blocks("blocks", HeliosTransformerBlock, BLOCK, can_be_sparse=True, sizes=SIZES),),
     FIRST_LAYER,
     WAN_NAMES,
     more=partial(embedder, forward=embedder_forward),

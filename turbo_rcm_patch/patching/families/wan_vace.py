@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from diffusers import WanVACEPipeline
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
@@ -10,6 +12,7 @@ from diffusers.models.transformers.transformer_wan_vace import WanVACETransforme
 from ...plain import is_autocast
 from ..steps.plan import state_of
 from .family import Family, Pipeline
+from .wan import sizes as wan_sizes
 from .wan.forward import run_block, wan_block
 from .wan.modulation import modulation
 from .wan.names import WAN_NAMES
@@ -55,11 +58,24 @@ def control_inputs(
     return Inputs(control_hidden_states, encoder_hidden_states, rows, rotary_emb)
 
 
+def given_bytes(
+    config: Mapping[str, object], height: int, width: int, frames: int, wide: int, vae_wide: int
+) -> tuple[int, int]:
+    """Return the bytes of the video that controls the result, while the VAE encodes it and after that.
+
+    At first they are the video and its mask, in fp32 and in the VAE's dtype, and the video masked the other way. The
+    video in fp32 stays.
+    """
+    video = 3 * height * width * frames
+    return video * (2 * wan_sizes.FP32_BYTES + 3 * vae_wide), video * wan_sizes.FP32_BYTES
+
+
+SIZES = wan_sizes.SIZES._replace(given_images=1, given_bytes=given_bytes)
 WAN_VACE = Family(
     WanVACETransformer3DModel,
     "Wan 2.1 VACE",
     (
-        wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), can_be_sparse=True),
+        wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), can_be_sparse=True, sizes=SIZES),
         wan_blocks(
             "vace_blocks",
             WanVACETransformerBlock,

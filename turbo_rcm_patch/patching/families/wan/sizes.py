@@ -53,6 +53,15 @@ def _hints(config: Mapping[str, object]) -> int:
     return 0 if layers is None else len(layers) + 1
 
 
+def bytes_with_modulation(config: Mapping[str, object], wide: int, tier: Tier) -> int:
+    """Return what `bytes_per_token` does for a model that always keeps a modulation of each token.
+
+    The time embedding and its six-fold projection are then alive through all blocks.
+    """
+    in_blocks, _ = bytes_with_timesteps(config, wide, bytes_per_token(config, wide, tier))
+    return in_blocks
+
+
 def bytes_with_timesteps(config: Mapping[str, object], wide: int, block: int) -> tuple[int, int]:
     """Return the bytes per token in a block and after the blocks if each token has its own timestep.
 
