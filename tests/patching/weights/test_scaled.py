@@ -146,7 +146,7 @@ def test_the_exact_tier_computes_with_the_weights_of_the_file(file, options):
 )
 def test_values_that_cannot_stay_are_converted_and_the_error_is_told(file, monkeypatch, dtype, capability, where):
     """e4m3 on a GPU without it, and e5m2. The originals then are the weights of the file."""
-    for module in ("turbodiffusion", "convert"):
+    for module in ("turbodiffusion", "quantize_linears"):
         name = f"turbo_rcm_patch.patching.weights.{module}.capability_of"
         monkeypatch.setattr(name, lambda device: capability if device.type == "cpu" else None)
     model, weights = tiny_wan_transformer(**SIZE).to(where), scaled(dtype=dtype)
