@@ -46,7 +46,7 @@ _HOME_OF = {
 }
 
 __all__ = sorted(_HOME_OF)
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run __getattr__
     from .config import PRESETS as PRESETS

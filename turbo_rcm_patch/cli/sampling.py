@@ -29,7 +29,7 @@ def install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> N
     """
     guided = arguments.guidance is not None
     try:
-        if arguments.model is None or arguments.sigma_max is not None:  # an option of rCM's scheduler
+        if arguments.sigma_max is not None:  # an option of rCM's scheduler
             use_rcm(pipe, sigma_max=arguments.sigma_max, classifier_free_guidance=guided)
         else:
             _use_distilled(pipe, arguments, guided)
@@ -109,7 +109,8 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
         options = {"steps": longest, "classifier_free_guidance": guided}
         with _untold_twice():
             handle = use_distilled(pipe, source, recipe, scale, **options)
-        tell(arguments, str(handle))
+        if arguments.model is not None:  # the tiny model has one sampler
+            tell(arguments, str(handle))
     except NotRecognised:
         has_sound = pipeline_of(pipe).has_sound
         text = f"{_own_sampler(pipe, arguments.model)}: its name and files name no few-step distillation."

@@ -230,7 +230,8 @@ def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int
     in_blocks = sizes.bytes_per_token(transformer.config, wide, patched.config.tier)
     after_blocks = sizes.bytes_after_blocks(transformer.config, wide)
     if patched.own_timesteps:
-        in_blocks, after_blocks = sizes.bytes_with_timesteps(transformer.config, wide, in_blocks)
+        table = transformer.scale_shift_table.itemsize
+        in_blocks, after_blocks = sizes.bytes_with_timesteps(transformer.config, wide, table, in_blocks)
     return tokens * in_blocks, tokens * after_blocks
 
 

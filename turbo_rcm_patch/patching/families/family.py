@@ -99,8 +99,9 @@ class Sizes(NamedTuple):
     ops: (config, tokens) -> the ops that `turbo-rcm tune` times, each with its sizes.
     bytes_per_token: (config, bytes of a value in the model's dtype, tier) -> the largest set of a block's tensors that
         are alive together.
-    bytes_with_timesteps: (config, bytes of a value in the model's dtype, bytes_per_token) -> the same if each token has
-        its own timestep, and the largest set that is alive after the blocks.
+    bytes_with_timesteps: (config, bytes of a value in the model's dtype, the same in scale_shift_table,
+        bytes_per_token) -> the same if each token has its own timestep, and the largest set that is alive after the
+        blocks.
     unpatched_bytes_per_token: (config, bytes of a value in the model's dtype, bytes of a value in its LoRAs or 0, True
         if each token has its own timestep) -> the largest set of tensors in a step of diffusers' own code.
     feed_forward: (config) -> the channels within the feed-forward.
@@ -115,7 +116,7 @@ class Sizes(NamedTuple):
     tokens: Callable[[Mapping[str, object], tuple[int, int, int]], int]
     ops: Callable[[Mapping[str, object], int], Iterator[tuple[str, tuple[int, ...]]]]
     bytes_per_token: Callable[[Mapping[str, object], int, Tier], int]
-    bytes_with_timesteps: Callable[[Mapping[str, object], int, int], tuple[int, int]]
+    bytes_with_timesteps: Callable[[Mapping[str, object], int, int, int], tuple[int, int]]
     unpatched_bytes_per_token: Callable[[Mapping[str, object], int, int, bool], int]
     feed_forward: Callable[[Mapping[str, object]], int]
     bytes_after_blocks: Callable[[Mapping[str, object], int], int] = lambda config, wide: 0

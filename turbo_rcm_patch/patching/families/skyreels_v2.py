@@ -40,14 +40,14 @@ def block_inputs(
     return Inputs(hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask)
 
 
-def bytes_with_timesteps(config: Mapping[str, object], wide: int, block: int) -> tuple[int, int]:
+def bytes_with_timesteps(config: Mapping[str, object], wide: int, table: int, block: int) -> tuple[int, int]:
     """Return what Wan's function of this name does. Here the rows of modulation are of all tokens, and in fp32.
 
     A block makes them of the projection. They are alive beside its tensors. While they are made, the projection in fp32
     and their sum are alive.
     """
     C = config["num_attention_heads"] * config["attention_head_dim"]
-    with_rows, after_blocks = wan_sizes.bytes_with_timesteps(config, wide, block)
+    with_rows, after_blocks = wan_sizes.bytes_with_timesteps(config, wide, table, block)
     rows = 6 * wan_sizes.FP32_BYTES * C
     return max(with_rows + rows, 8 * wide * C + 2 * rows), after_blocks
 

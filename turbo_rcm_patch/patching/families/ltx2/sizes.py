@@ -43,7 +43,7 @@ def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
     return tables + max((6 * wide + 3) * C, (2 * wide + 1) * C + 4 * C)
 
 
-def bytes_with_timesteps(config: Mapping[str, object], wide: int, block: int) -> tuple[int, int]:
+def bytes_with_timesteps(config: Mapping[str, object], wide: int, table: int, block: int) -> tuple[int, int]:
     """Return the bytes per token in a block if each token has its own timestep, and 0: less is alive after the blocks.
 
     Beside the block's tensors these are the time embedding, its projections for the block and between the streams, and

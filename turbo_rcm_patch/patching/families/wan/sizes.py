@@ -58,21 +58,22 @@ def bytes_with_modulation(config: Mapping[str, object], wide: int, tier: Tier) -
 
     The time embedding and its six-fold projection are then alive through all blocks.
     """
-    in_blocks, _ = bytes_with_timesteps(config, wide, bytes_per_token(config, wide, tier))
+    in_blocks, _ = bytes_with_timesteps(config, wide, wide, bytes_per_token(config, wide, tier))
     return in_blocks
 
 
-def bytes_with_timesteps(config: Mapping[str, object], wide: int, block: int) -> tuple[int, int]:
+def bytes_with_timesteps(config: Mapping[str, object], wide: int, table: int, block: int) -> tuple[int, int]:
     """Return the bytes per token in a block and after the blocks if each token has its own timestep.
 
     In a block the time embedding and its six-fold projection are alive too. The output norm takes these, the hidden
-    states, and four tensors in fp32 of the modulation's: an H200 measured 32 bytes for each of TI2V-5B's channels in
-    bf16.
+    states, a shift and a scale in the table's dtype, and three tensors in fp32: an H200 measured 32 bytes for each of
+    TI2V-5B's channels, with all of it in bf16.
 
-    wide: bytes of a value in the model's dtype. block: the bytes without these timesteps.
+    wide: bytes of a value in the model's dtype. table: the same in scale_shift_table, which `from_pretrained` keeps in
+    fp32. block: the bytes without these timesteps.
     """
     C = config["num_attention_heads"] * config["attention_head_dim"]
-    return block + 7 * wide * C, (8 * wide + 4 * FP32_BYTES) * C
+    return block + 7 * wide * C, (8 * wide + 2 * table + 3 * FP32_BYTES) * C
 
 
 def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:
