@@ -20,7 +20,7 @@ from ..recipes import RCM_STEPS, RECIPES, SOUND_RECIPES
 from ..shapes.grammar import EXAMPLES
 from .checks import OWN_SAMPLER
 from .demo_answer import as_bars, as_error, as_headline, folded
-from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request
+from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request, Tell
 from .errors import CommandError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
         form = [prompt, model, preset, steps, seed, *sizes, recipe, lora, guidance, negative]
 
         def generate(progress=gr.Progress(track_tqdm=True), *values):  # noqa: B008 (Gradio looks for it there)
-            return _answer(maker, values)
+            return _answer(maker, values, progress)
 
         outputs = [headline, *videos, details]
         asked = [button.click, prompt.submit]
@@ -195,7 +195,7 @@ def _of_model(model: str) -> list[dict]:
     ]
 
 
-def _answer(maker: DemoVideos, values: tuple) -> tuple[str, str | None, str | None, str]:
+def _answer(maker: DemoVideos, values: tuple, tell: Tell | None = None) -> tuple[str, str | None, str | None, str]:
     """Return the headline, the two videos and the details as Gradio shows them.
 
     A refusal takes the headline's place, and there are no videos.
@@ -207,7 +207,7 @@ def _answer(maker: DemoVideos, values: tuple) -> tuple[str, str | None, str | No
     chosen = (None if recipe == AUTOMATIC else recipe), (None if lora == NONE else lora)
     request = Request(*most, *chosen, guidance, negative)
     try:
-        answer = maker.answer(request)
+        answer = maker.answer(request, tell)
     except CommandError as error:
         return as_error(str(error)), None, None, ""
     except Exception as error:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from diffusers import DiffusionPipeline
 
 from ..bench.compare import Comparison, compare
 from ..bench.report import comparison_table
@@ -30,6 +32,8 @@ KEPT = 3600  # seconds that a video is kept
 OUT_OF_MEMORY = "out of memory; ask for fewer or smaller frames, or start the page with --offload on a GPU."
 FIELDS = "model|preset|steps|seed|height|width|frames|recipe|lora|guidance|negative-prompt"  # fields of the page
 MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # in all frames of a video, unless --max-pixels is given
+
+Tell = Callable[[float, str], object]  # takes the share of the steps that is done, and a line for the user
 
 
 @dataclass(frozen=True)
@@ -87,21 +91,25 @@ class DemoVideos:
         self.has_gpu = device.type == "cuda"
         self.max_pixels = started.max_pixels or MAX_PIXELS[device.type]
 
-    def answer(self, request: Request) -> Answer:
-        """Make the video unpatched and patched. Raises CommandError, with a sentence for the user, if this fails."""
+    def answer(self, request: Request, tell: Tell | None = None) -> Answer:
+        """Make the video unpatched and patched. Raises CommandError, with a sentence for the user, if this fails.
+
+        tell: called at each denoising step, for example with 0.25 and "patched, step 2 of 4".
+        """
         try:
-            return self._answer(request)
+            return self._answer(request, tell)
         except CommandError as error:
             raise CommandError(_of_the_page(str(error))) from error
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request, tell: Tell | None) -> Answer:
         arguments = self._checked(request)
         with self._lock, user_errors(OUT_OF_MEMORY):
             try:
                 pipe, call = self._load(arguments)
                 call = {**call, "prompt": arguments.prompt, "output_type": "np"}
                 options = {"with_compile": False, **self._runs}
-                comparison = compare(pipe, call, seed=arguments.seed, config=choose_config(arguments), **options)
+                with _steps_told(pipe, tell):
+                    comparison = compare(pipe, call, seed=arguments.seed, config=choose_config(arguments), **options)
             except ValueError as error:
                 raise CommandError(str(error)) from error
             return self._written(comparison, tuple(map(_of_the_page, arguments.notes)))
@@ -144,7 +152,6 @@ class DemoVideos:
         arguments.notes = [*notes]
         warn_of_size(arguments, arguments.height, arguments.width, arguments.frames)
         warn_of_prompts(arguments, [arguments.prompt])
-        pipe.set_progress_bar_config(disable=False)  # the page shows it
         size = {"height": arguments.height, "width": arguments.width, "num_frames": arguments.frames}
         steps = default_steps(pipe) if arguments.steps is None else arguments.steps
         return pipe, {**size, "num_inference_steps": steps, **guidance(pipe, arguments)}
@@ -173,6 +180,43 @@ class DemoVideos:
             headline_of(comparison),
             stages_of(comparison),
         )
+
+
+@contextlib.contextmanager
+def _steps_told(pipe: DiffusionPipeline, tell: Tell | None) -> Iterator[None]:
+    """In this context, tell is called in place of the pipeline's progress bar."""
+    if tell is None:
+        yield
+        return
+
+    def progress_bar(total: int) -> _Steps:
+        name, run = pipe._progress_bar_config["desc"].split()  # `compare` writes "patched 2/3"
+        return _Steps(tell, name if run == "1/1" else f"{name}, run {run.replace('/', ' of ')}", total)
+
+    pipe.progress_bar = progress_bar
+    try:
+        yield
+    finally:
+        del pipe.progress_bar
+
+
+class _Steps:
+    """Tells the step that is being made. It has what pipelines use of a progress bar."""
+
+    def __init__(self, tell: Tell, whose: str, total: int):
+        self._tell, self._whose, self._total, self._done = tell, whose, total, 0
+
+    def __enter__(self) -> _Steps:
+        self.update(0)
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def update(self, steps: int = 1) -> None:
+        self._done += steps
+        now = f"step {self._done + 1} of {self._total}" if self._done < self._total else "decoding"
+        self._tell(self._done / self._total, f"{self._whose}, {now}")
 
 
 def _of_the_page(message: str) -> str:
