@@ -210,11 +210,11 @@ def draw_charts(runs: dict, path: Path) -> None:
 
 def chart_data(runs: dict) -> dict[str, object]:
     """Return the data of each chart that has any: tiers, DRAM passes of a block, attention modules."""
-    models = one_of_each_model(speedups_by_tier(runs))
+    models, modules = one_of_each_model(speedups_by_tier(runs)), runs.get("implementations")
     data = {
-        "tiers": models and {"gpu": _gpu_of(real_models(runs)), "models": models},
+        "tiers": models and {"gpu": gpu_of(real_models(runs)), "models": models},
         "traffic": [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"],
-        "modules": runs.get("implementations", {}).get("rows"),
+        "modules": modules and {"gpu": modules["environment"]["gpu"], "rows": modules["rows"]},
     }
     return {kind: shown for kind, shown in data.items() if shown}
 
@@ -255,13 +255,13 @@ def _draw_tiers(data: dict):
     return figure
 
 
-def _gpu_of(runs: dict) -> str:
+def gpu_of(runs: dict) -> str:
     return next(iter(runs.values()))["environment"]["gpu"]
 
 
 def _draw_traffic(runs: list[dict]):
     """Draw a panel per model, a bar per implementation."""
-    shown = {}
+    shown, gpu = {}, runs[0]["environment"]["gpu"]
     for run in runs:
         found = [one for one in run["implementations"] if one["refused"] is None]
         shown.setdefault(name_of(run["settings"]), []).extend((run["pass_bytes"], one) for one in found)
@@ -274,15 +274,20 @@ def _draw_traffic(runs: list[dict]):
             axes.bar_label(bar, [f"{read + written:.0f}"], padding=3, fontsize="large")
         axes.set_yticks(range(len(bars)), [IMPLEMENTATIONS.get(one["name"], one["name"]) for _, one in bars])
         axes.invert_yaxis()
-        axes.set_title(f"Memory traffic of a block of {model}", fontsize="large")
+        axes.margins(x=0.07)  # for the longest bar's label
+        axes.set_title(f"Memory traffic of a block of {model} on one {gpu}", fontsize="large")
     axes.set_xlabel("passes of one [tokens, channels] tensor; shorter is better", fontsize="large")
     legend_below(figure, axes)
     return figure
 
 
-def _draw_modules(rows: list[dict]):
+def _draw_modules(data: dict):
     """Return a line per implementation over the number of tokens."""
-    shown = [row for row in rows if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)]
+    shown = [
+        row
+        for row in data["rows"]
+        if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)
+    ]
     figure, axes = _figure(5.4)
     for name in dict.fromkeys(row["implementation"] for row in shown):
         points = [(row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["speedup"]]
@@ -291,7 +296,9 @@ def _draw_modules(rows: list[dict]):
     sizes = sorted({row["N"] for row in shown})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, sizes)
-    axes.set_title("The attention modules for new models, over TwoPassRCMAttention", fontsize="large")
+    figure.suptitle(
+        f"The attention modules for new models on one {data['gpu']}, over TwoPassRCMAttention", fontsize="large"
+    )
     axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads; bf16, forward)", fontsize="large")
     axes.set_ylabel("speed-up; higher is better", fontsize="large")
     legend_below(figure, axes, ncols=2)

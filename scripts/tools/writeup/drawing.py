@@ -17,10 +17,10 @@ text { font: 20px sans-serif; fill: #222; text-anchor: middle } .title { font-we
 def round_trip_svg(moved: dict) -> str:
     """Return the drawing as SVG.
 
-    moved: the MB that "projection", "skip" and "fused" read and write, and the sums of two passes and of one
-    (`round_trip` of measured.py).
+    moved: the MB that "projection", "skip" and "fused" read and write, the sums of two passes and of one, and the
+    GPU's name (`round_trip` of measured.py).
     """
-    two = f"Two passes: {moved['two_passes']:.0f} MB between the GPU and its memory"
+    two = f"Two passes: {moved['two_passes']:.0f} MB between one {moved['gpu']} and its memory"
     one = f"One pass, the skip in the epilogue: {moved['one_pass']:.0f} MB"
     parts = [
         *_picture(0, two, [("projection", 350, moved["projection"]), ("skip", 760, moved["skip"])], ROUND),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from scripts.tools.pages.charts import milliseconds, model_of, names_of, real_models
+from scripts.tools.pages.charts import gpu_of, milliseconds, model_of, names_of, real_models
 from scripts.tools.pages.ops import sparse_attention_sentence
 from scripts.tools.pages.tiny_model import evaluation_of, tier_of, tiers_table
 from turbo_rcm_patch.bench.ops import OpKey
@@ -89,7 +89,8 @@ def round_trip(runs: dict) -> dict[str, object]:
     moved = {"projection": projection, "skip": skip, "fused": fused}
     sizes = {name: {way: kernel[way] / 1e6 for way in ("read", "written")} for name, kernel in moved.items()}
     total = {name: sum(map(sum, (sizes[part].values() for part in parts))) for name, parts in TOTALS.items()}
-    return {**sizes, **total, "tensor": run["pass_bytes"] / 1e6, "settings": run["settings"]}
+    gpu = run["environment"]["gpu"]
+    return {**sizes, **total, "tensor": run["pass_bytes"] / 1e6, "settings": run["settings"], "gpu": gpu}
 
 
 TOTALS = {"two_passes": ("projection", "skip"), "one_pass": ("fused",)}
@@ -159,13 +160,13 @@ STAGES = {"steps": "all steps", "vae_decode": "VAE decode", "output": "output", 
 
 
 def plot_data(runs: dict) -> dict[str, dict]:
-    """Return the data of each plot in plots.py, to six digits."""
+    """Return the data of each plot in plots.py: what it shows, to six digits, and the GPU's name."""
     data = {
         "step-parts": steps_by_tier(runs),
         "speed-accuracy": speed_and_accuracy(runs),
         "attention": attention_rates(runs),
     }
-    return {name: _rounded(shown) for name, shown in data.items()}
+    return {name: {"gpu": gpu_of(real_models(runs)), "shown": _rounded(shown)} for name, shown in data.items()}
 
 
 def speed_and_accuracy(runs: dict) -> dict[str, list[list[float]]]:

@@ -21,9 +21,9 @@ MARKERS = "osD^"
 
 
 def save_plot(name: str, data: dict, path: Path) -> None:
-    """Draw a plot of PLOTS into a PNG file, with its data."""
+    """Draw a plot of PLOTS into a PNG file, with its data: what it shows, and the GPU's name."""
     figure = Figure(figsize=(9, 5.2), layout="constrained")
-    PLOTS[name](figure, data)
+    PLOTS[name](figure, **data)
     figure.savefig(path, dpi=110, metadata={DATA: json.dumps(data), "Software": None})
 
 
@@ -40,14 +40,14 @@ def _axes(figure: Figure, places: int = 1):
     return figure.axes
 
 
-def _step_parts(figure: Figure, steps: dict) -> None:
+def _step_parts(figure: Figure, gpu: str, shown: dict) -> None:
     """Draw stacked bars, one per tier, a panel per model, and a line at the measured step, which is their sum."""
-    for axes, (model, shown) in zip(_axes(figure, len(steps)), steps.items(), strict=True):
-        measured = [sum(parts.values()) for parts in shown.values()]
-        top, tops = max(measured), [0.0] * len(shown)
-        for index, part in enumerate(next(iter(shown.values()))):
-            times = [max(parts[part], 0.0) for parts in shown.values()]  # the rest may be negative
-            axes.bar(range(len(shown)), times, 0.7, bottom=tops, label=part, color=COLORS[index])
+    for axes, (model, steps) in zip(_axes(figure, len(shown)), shown.items(), strict=True):
+        measured = [sum(parts.values()) for parts in steps.values()]
+        top, tops = max(measured), [0.0] * len(steps)
+        for index, part in enumerate(next(iter(steps.values()))):
+            times = [max(parts[part], 0.0) for parts in steps.values()]  # the rest may be negative
+            axes.bar(range(len(steps)), times, 0.7, bottom=tops, label=part, color=COLORS[index])
             for place, (time, bottom) in enumerate(zip(times, tops, strict=True)):
                 if time > 0.06 * top:  # a smaller part has no room for it
                     middle = bottom + time / 2
@@ -59,19 +59,19 @@ def _step_parts(figure: Figure, steps: dict) -> None:
             axes.text(
                 place, max(step, end) + 0.01 * top, text, ha="center", va="bottom", fontsize="large", weight="bold"
             )
-        axes.set_xticks(range(len(shown)), [name.replace(".", ".\n") for name in shown], fontsize="large")
+        axes.set_xticks(range(len(steps)), [name.replace(".", ".\n") for name in steps], fontsize="large")
         axes.set_ylim(0, 1.1 * top)
         axes.set_title(model, fontsize="large")
         axes.set_ylabel("ms of one step; lower is better", fontsize="large")
-    figure.suptitle("Where the time of a denoising step goes", fontsize="x-large")
+    figure.suptitle(f"Where the time of a denoising step goes on one {gpu}", fontsize="x-large")
     legend_below(figure, figure.axes[0], ncols=2)
 
 
-def _speed_accuracy(figure: Figure, points: dict) -> None:
+def _speed_accuracy(figure: Figure, gpu: str, shown: dict) -> None:
     """Draw a line per variant over its numbers of steps."""
     (axes,) = _axes(figure)
     hollow = {"markerfacecolor": "none", "markeredgewidth": 2}  # tiers are close to each other
-    for index, (name, steps) in enumerate(points.items()):
+    for index, (name, steps) in enumerate(shown.items()):
         times, shares = zip(*steps, strict=True)
         style = {"marker": MARKERS[index % len(MARKERS)], "markersize": 9, "color": f"C{index}", **hollow}
         axes.plot(times, [100 * share for share in shares], label=name, **style)
@@ -83,20 +83,20 @@ def _speed_accuracy(figure: Figure, points: dict) -> None:
         "time of denoising in 1, 2 and 4 steps; 1 is a step of eager diffusers in the same run", fontsize="large"
     )
     axes.set_ylabel("% of the captions shown", fontsize="large")
-    axes.set_title("The tiny model: accuracy and time; the upper left is better", fontsize="x-large")
+    figure.suptitle(f"The tiny model on one {gpu}: accuracy and time; the upper left is better", fontsize="x-large")
     axes.grid(alpha=0.3)
     legend_below(figure, axes, ncols=2)
 
 
-def _attention(figure: Figure, cases: dict) -> None:
+def _attention(figure: Figure, gpu: str, shown: dict) -> None:
     """Draw bars from the left, a group per case, each with the data sheet's rate."""
     (axes,) = _axes(figure)
     top, places, labels, colors = 0, [], [], {}
-    for case, rates in cases.items():
+    for case, rates in shown.items():
         for name, rate in rates.items():
-            shown = "ours" if name.startswith("attention") else name
-            color = colors.setdefault(shown, f"C{len(colors)}")
-            bar = axes.barh(top, rate, 0.8, color=color, label=shown)
+            whose = "ours" if name.startswith("attention") else name
+            color = colors.setdefault(whose, f"C{len(colors)}")
+            bar = axes.barh(top, rate, 0.8, color=color, label=whose)
             axes.bar_label(bar, [f"{rate:.0f}"], padding=3, fontsize="large")
             places.append(top)
             labels.append("")
@@ -111,10 +111,10 @@ def _attention(figure: Figure, cases: dict) -> None:
         top += 1
     groups = [label for label in labels if label]
     starts = [place for place, label in zip(places, labels, strict=True) if label]
-    sizes = [len(rates) for rates in cases.values()]
+    sizes = [len(rates) for rates in shown.values()]
     axes.set_yticks([start + (size - 1) / 2 for start, size in zip(starts, sizes, strict=True)], groups)
     axes.invert_yaxis()
-    axes.set_title("Self-attention alone: heads × tokens × channels of a head", fontsize="x-large")
+    figure.suptitle(f"Self-attention alone on one {gpu}: heads × tokens × channels of a head", fontsize="x-large")
     axes.set_xlabel("TFLOP/s; longer is better", fontsize="large")
     legend_below(figure, axes)
 

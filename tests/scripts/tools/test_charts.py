@@ -2,11 +2,14 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 import turbo_rcm_patch as trp
 from scripts.tools import write_pages
 from scripts.tools.pages import charts, readme
+from scripts.tools.writeup import measured, plots
 from tests.scripts.tools.pages.results import step_run
 from turbo_rcm_patch.bench.variants import EXACT_PATCH
 
@@ -15,12 +18,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_charts(tmp_path):
     traffic = {"name": "eager", "read": 2e9, "written": 1e9, "refused": None}
+    on_a_gpu = {"environment": {"gpu": "NVIDIA X"}}
     block = {"case": "Wan block", "config": "wan2.1-1.3b"}
     size = {"B": 4, "N": 16, "C": 768, "dtype": "bfloat16", "mode": "forward"}
     runs = {
         "wan2.1-1.3b": step_run("wan2.1-1.3b", compiled=0.6, patched=0.5),
-        "traffic": {"settings": block, "pass_bytes": 80, "implementations": [traffic]},
-        "implementations": {"rows": [{**size, "implementation": "two_pass", "speedup": 1.0}]},
+        "traffic": {"settings": block, "pass_bytes": 80, "implementations": [traffic], **on_a_gpu},
+        "implementations": {**on_a_gpu, "rows": [{**size, "implementation": "two_pass", "speedup": 1.0}]},
     }
     charts.draw_charts(runs, tmp_path / "gpu.json")
     names = {f"gpu-{kind}.png" for kind in ("tiers", "traffic", "modules")}
@@ -102,3 +106,16 @@ def test_the_headline_is_about_whole_videos_of_its_model_on_one_gpu():
         "On one **GPU X** a denoising step of Wan 2.1 1.3B at 32×16, 5 frames, is 1.20× (exact) as fast"
     )
     assert "takes 1.50 s (exact); with `torch.compile` 3.0 s, in diffusers 3.0 s." in text
+
+
+def test_every_chart_names_its_gpu():
+    for path in write_pages.result_files(ROOT / "results"):
+        results = json.loads(path.read_text())
+        drawn = [charts._DRAW[kind](data) for kind, data in charts.chart_data(results["runs"]).items()]
+        if path.name == write_pages.WRITEUP:
+            for name, data in measured.plot_data(results["runs"]).items():
+                drawn.append(Figure(layout="constrained"))
+                plots.PLOTS[name](drawn[-1], **data)
+        assert drawn
+        for figure in drawn:
+            assert any(results["gpu"] in text.get_text() for text in figure.findobj(Text))
