@@ -61,14 +61,15 @@ By layer, what is kept and the error:
 def _times_dense(ops: Mapping | None) -> tuple[dict[str, str], str]:
     """Return, by mass, the speed-up over dense attention with the share kept, and a line on where it was timed."""
     times, where = {}, ""
+    commit = ((ops["environment"].get("commit") if ops else None) or "unknown")[:12]
     for result in ops["results"] if ops else ():
         case = re.match(r"block_sparse_attention\(mass=(.+)\) (.+)", result["case"])
         if case and result["best"] is not None:
             times[f"mass {case[1]}"] = f"{result['speedups'][DENSE]:.2f}× ({100 * result['kept']:.0f} % kept)"
             where = (
                 "Times dense: how many times as fast as dense attention in 8 bits, both with their pre-pass, at "
-                f"{case[2]}\non {ops['environment']['gpu']}. The values are random, with structure, so a mass keeps "
-                "another share of them.\n"
+                f"{case[2]}\non {ops['environment']['gpu']}, commit {commit}. The values are "
+                "random, with structure, so a mass keeps another share of them.\n"
             )
     return times, where
 

@@ -276,8 +276,8 @@ def whole_videos_table(runs: dict) -> str:
         "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are seconds, and "
         "the speed-ups of decoding over eager and over compile, which compiles the decoder too. A decode may not take "
         f"more memory than eager, or have more than {ACCURACY_FACTOR} times its error. The error is that of the first "
-        "33 frames (until commit 354edca of all). TFLOP/s count the multiplications of diffusers' decoder, which "
-        "convolves enlarged images:\n\n" + table_of(VIDEOS_HEADER, rows)
+        "33 frames. TFLOP/s count the multiplications of diffusers' decoder, which convolves enlarged images:\n\n"
+        + table_of(VIDEOS_HEADER, rows)
     )
 
 

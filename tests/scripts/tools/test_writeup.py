@@ -16,8 +16,7 @@ from turbo_rcm_patch.tiers import EXACT
 ROOT = Path(__file__).resolve().parents[3]
 
 FOLDER = ROOT / "results"
-H100, RESULTS = (json.loads((FOLDER / f"nvidia-{gpu}.json").read_text()) for gpu in ("h100-80gb-hbm3", "h200"))
-RESULTS["runs"] = H100["runs"] | RESULTS["runs"]  # so that every kind of run is there
+RESULTS = json.loads((FOLDER / "nvidia-h200.json").read_text())
 TINY = {
     tier: json.loads((FOLDER / f"{tier.replace('_', '-')}-tiny.json").read_text())
     for tier in ("sparse", "block_sparse")
