@@ -41,7 +41,7 @@ def test_the_first_screen_has_a_small_chart_and_a_short_animation():
     chart, animation = re.findall(r"!\[.*\]\((.*)\)", first)
     with Image.open(ROOT / chart) as image:
         assert image.width <= 700
-        assert image.height <= 700
+        assert image.height <= 500
     assert (ROOT / animation).stat().st_size <= 2e6
     with Image.open(ROOT / animation) as image:
         assert image.n_frames > 1
