@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from scripts.tools.pages.cells import folded
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.tables import table
 
@@ -35,6 +36,7 @@ def block_sparsity_page(measured: Mapping, file: str, ops: Mapping | None = None
         [f"`{layer['block']}`, step {layer['step']}", *(_kept_and_error(row["layers"][i]) for row in variants)]
         for i, layer in enumerate(variants[0]["layers"])
     ]
+    layers = table([("layer", *(row["variant"] for row in variants)), *by_layer], markdown=True)
     return f"""
 ## Block-sparse attention, by mass
 
@@ -52,9 +54,7 @@ File: `{file}`.
 {where}
 {table([HEADER, *([*_cells(row), times.get(row["variant"], "")] for row in variants)], markdown=True)}
 
-By layer, what is kept and the error:
-
-{table([("layer", *(row["variant"] for row in variants)), *by_layer], markdown=True)}
+{folded("By layer, what is kept and the error", layers)}
 """
 
 
