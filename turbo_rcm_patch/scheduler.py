@@ -189,10 +189,12 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         self._begin_index = begin_index
 
     def bind_generator(self, generator: Generator | None, *, before_times: bool = False):
-        """Begin a generation. Its steps draw from this generator, or one per sample. None: torch's global generator.
+        """Begin a generation, whose steps draw from a generator.
 
-        before_times: True if set_timesteps is called afterwards, on this scheduler and on copies of it for more streams
-            of the same generation. All of them draw from the one generator.
+        Args:
+            generator: one, or one per sample. None: torch's global generator.
+            before_times: True if set_timesteps is called afterwards, on this scheduler and on copies of it for more
+                streams of the same generation. All of them draw from the one generator.
         """
         _generation.scheduler = weakref.ref(self)
         if before_times:
