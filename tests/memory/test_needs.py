@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from diffusers import (
     AnyFlowTransformer3DModel,
+    AutoencoderKLWan,
     HeliosTransformer3DModel,
     SkyReelsV2DiffusionForcingPipeline,
     SkyReelsV2Pipeline,
@@ -23,12 +25,13 @@ from diffusers import (
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
-from tests.patching.families.peak import Peak
+from tests.patching.families.peak import Peak, as_on_a_gpu
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_vae import tiny_vae
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.latents import latent_size
+from turbo_rcm_patch.memory import plan
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.components import Component, components_of
 from turbo_rcm_patch.memory.empty_models import cast_as_loaded
@@ -43,7 +46,9 @@ from turbo_rcm_patch.memory.stages import (
     unpatched_stages,
 )
 from turbo_rcm_patch.patching.families import CASES, anyflow, helios
-from turbo_rcm_patch.patching.families.vae.chunks import encoding_bytes
+from turbo_rcm_patch.patching.families.vae.chunks import decoding_bytes, encoding_bytes
+from turbo_rcm_patch.patching.weights import quantize_linears
+from turbo_rcm_patch.tiers import EXACT
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = json.loads((ROOT / "results/nvidia-h200.json").read_text())["runs"]
@@ -265,6 +270,7 @@ def test_diffusion_forcing_gives_each_token_its_own_timestep(tmp_path):
 
 LATENT, PIXELS, FACE = (25, 68, 120), (97, 544, 960), (97, 512, 512)  # frames, height, width of one video and a face
 LATENT_BEHIND_IMAGE = 26, *LATENT[1:]
+NONE = {}
 WAN = {"hidden_states": (16, *LATENT), "timestep": ()}
 FORCED = {**WAN, "timestep": (25,), "enable_diffusion_forcing": True}
 CONTROLLED = {
@@ -297,7 +303,7 @@ def one_row(scale_shift_table, temb, x, shared):
 
 
 @contextmanager
-def without_values():
+def without_values(capability=(9, 0)):
     """Let diffusers' modules and the families with a modulation of each token run without values as on a GPU."""
     with ExitStack() as stack:
         for family in (anyflow, helios):
@@ -308,7 +314,7 @@ def without_values():
         )
         stack.enter_context(attention)
         stack.enter_context(mock.patch.object(torch, "autocast", return_value=nullcontext()))
-        stack.enter_context(meta_is_gpu((9, 0), 132))
+        stack.enter_context(meta_is_gpu(capability, 132))
         stack.enter_context(torch.no_grad())
         yield
 
@@ -331,23 +337,82 @@ def without_values():
 def test_a_patched_step_takes_what_its_blocks_take(model_class, options, call, videos, tier):
     """Counted on tensors without values, as on an H100. videos: those in fp32 that the pipeline keeps beside."""
     config = trp.Exact() if tier == "exact" else trp.Quantized(restorable=False)
-    with torch.device("meta" if tier == "exact" else "cpu"):
+    predicted, needed = predicted_and_counted(config, model_class, options, call)
+    needed += sum(4 * 3 * math.prod(video) for video in videos)
+    assert needed <= predicted <= 1.1 * needed
+
+
+def predicted_and_counted(config, model_class=WanTransformer3DModel, options=NONE, call=WAN, capability=(9, 0)):
+    """The bytes of a step by its plan, and those of the tensors that live together in it, on tensors without values."""
+    with torch.device("meta" if config.tier == EXACT else "cpu"):
         model = model_class(**{"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 1, **options})
     model = cast_as_loaded(model, torch.bfloat16)
     patched = Patched({"transformer": model}, config, own_timesteps="enable_diffusion_forcing" in call)
+    patched = patched._replace(capability=capability if capability >= (8, 0) else (0, 0))
     (step,) = stages_of(patched, Video(544, 960, 97))
     shapes = {"encoder_hidden_states": (512, model.config.text_dim), **call}
     given = {
         name: torch.empty(1, *value, dtype=torch.bfloat16, device="meta") if isinstance(value, tuple) else value
         for name, value in shapes.items()
     }
-    needed = sum(value.nbytes for value in given.values() if isinstance(value, torch.Tensor))
-    needed += sum(4 * 3 * math.prod(video) for video in videos)
-    trp.patch(model, config)
-    with without_values(), Peak(model.to("meta")) as counted:
+    with mock.patch.object(quantize_linears, "capability_of", return_value=capability):
+        trp.patch(model, config)
+    with without_values(capability), Peak(model.to("meta")) as counted:
         model(**given)
-    needed += counted.bytes
-    assert needed <= max(step.computing, step.after_blocks) <= 1.1 * needed
+    needed = sum(value.nbytes for value in given.values() if isinstance(value, torch.Tensor)) + counted.bytes
+    return max(step.computing, step.after_blocks), needed
+
+
+IMAGE = {"added_kv_proj_dim": 1536, "image_dim": 1280}
+WITH_IMAGE = {**WAN, "encoder_hidden_states_image": (257, 1280)}
+IN_8_BITS = partial(trp.Quantized, restorable=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "most", "more"),
+    [
+        (trp.Exact(linears="torch"), 1.1, {}),  # which consumer cards take by themselves
+        (trp.Exact(fuse=()), 1.15, {}),
+        (trp.Exact(implementation="torch"), 1.2, {}),
+        (trp.Exact(), 1.2, {"capability": (7, 5)}),
+        (IN_8_BITS(), 1.1, {"capability": (8, 6)}),
+        (IN_8_BITS(), 1.1, {"capability": (8, 9)}),
+        (IN_8_BITS(), 1.1, {"options": IMAGE, "call": WITH_IMAGE}),
+        (IN_8_BITS(keep=["*.ffn.net.0.proj"]), 1.1, {}),
+        (IN_8_BITS(keep=["*.ffn.net.2"]), 1.5, {}),
+        (IN_8_BITS(keep=["*.attn1.processor"]), 1.3, {}),
+        (IN_8_BITS(quantize=["attention"]), 1.1, {}),
+        (IN_8_BITS(quantize=["linears"]), 1.3, {}),
+    ],
+)
+def test_options_and_other_cards_take_no_more_than_is_planned(config, most, more):
+    predicted, needed = predicted_and_counted(config, **more)
+    assert needed <= predicted <= most * needed
+
+
+@pytest.mark.parametrize("options", [{"implementation": "torch"}, {}])
+def test_8_bits_without_kernels_are_refused(options, monkeypatch):
+    """PyTorch's operations take several times as much there."""
+    monkeypatch.setattr(plan, "capability_of", lambda _: None if options else (0, 0))
+    pipe, config = tiny_wan_pipeline(), trp.Quantized(**options)
+    with pytest.raises(ValueError, match=r"^fit cannot plan the preset 'quantized' .*; give the preset 'exact'\.$"):
+        trp.fit(pipe, "8 GB", height=48, width=32, num_frames=5, config=config, device="cpu")
+    trp.fit(pipe, "8 GB", height=48, width=32, num_frames=5, device="cpu").undo()
+
+
+@pytest.mark.parametrize("work", ["decode", "encode"])
+def test_latent_frames_at_a_time_count(work):
+    with torch.device("meta"):
+        vae = AutoencoderKLWan().to(torch.bfloat16).eval()
+    video = Video(240, 416, 33)
+    frames, *size = latent_size(vae.config, *video)
+    given = {"decode": (16, frames, *size), "encode": (3, video.frames, *video[:2])}[work]
+    x = torch.empty(1, *given, dtype=torch.bfloat16, device="meta")
+    size_of = {"decode": decoding_bytes, "encode": encoding_bytes}[work]
+    with trp.patch(vae, trp.Exact(vae_chunk=4)), as_on_a_gpu(vae) as counted:
+        getattr(vae, work)(x)
+    needed = counted.bytes + (x.nbytes if work == "encode" else 0)
+    assert 0.95 * needed <= size_of(vae, *video, latents=4) <= 1.1 * needed
 
 
 @pytest.mark.parametrize("name", ["anyflow far", "animate 2"])

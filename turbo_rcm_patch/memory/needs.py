@@ -19,7 +19,7 @@ from .components import Component, components_of
 from .empty_models import empty_models, has_own_timesteps, with_empty_projections
 from .plan import CONTEXT
 from .sound import has_sound
-from .stages import Patched, Video, stages_of, why_unknown
+from .stages import Patched, Video, capability_of, stages_of, why_not_counted, why_unknown
 
 VIDEOS = (Video(480, 832, 81), Video(720, 1280, 81))
 
@@ -48,8 +48,8 @@ def models_by_preset(
     """Yield the presets that a model can have, or only the given one, with the models that `empty_models` makes.
 
     The configurations free the weights that 8 bits replace. Raises ValueError as `empty_models`, for a model whose
-    memory is not known, and for a given preset that the model cannot have. Raises PatchError for a text encoder that
-    cannot be stored in 8 bits.
+    memory is not known, and for a given preset that the model or this machine's GPU cannot have. Raises PatchError for
+    a text encoder that cannot be stored in 8 bits.
     """
     models, own_timesteps = empty_models(source, dtype), has_own_timesteps(source)
     if text_encoder_in_8_bits:
@@ -59,16 +59,20 @@ def models_by_preset(
         raise ValueError(f"{source} holds {reason}.")
     reasons = (why_not_replaceable(name, family_of(m).self_attentions(m)) for name, m in transformers.items())
     why_not_sparse = next(filter(None, reasons), None)
+    capability = capability_of(torch.device("cuda")) if torch.cuda.is_available() else None
+    samples = 2 if has_sound(models) else 1  # perhaps with guidance
     for name in PRESETS if preset is None else (preset,):
         config = without_originals(PRESETS[name])
-        options = {"own_timesteps": own_timesteps, "samples": 2 if has_sound(models) else 1}  # perhaps with guidance
-        if not isinstance(config, Sparse):
-            yield name, Patched(models, config, **options)
-        elif why_not_sparse is None:
+        patched = Patched(models, config, own_timesteps, samples=samples, capability=capability)
+        is_sparse = isinstance(config, Sparse)
+        reason = (why_not_sparse if is_sparse else None) or why_not_counted(patched)
+        if is_sparse and reason is None:
             sparse = {part: with_empty_projections(model) for part, model in transformers.items()}
-            yield name, Patched({**models, **sparse}, config, **options)
+            patched = patched._replace(models={**models, **sparse})
+        if reason is None:
+            yield name, patched
         elif preset is not None:
-            raise ValueError(why_not_sparse)
+            raise ValueError(reason)
 
 
 def needs(presets: Iterable[tuple[str, Patched]], videos: Sequence[Video] = VIDEOS) -> list[Need]:

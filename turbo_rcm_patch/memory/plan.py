@@ -23,7 +23,7 @@ from .components import Component, components_both_ways, components_of
 from .empty_models import expands_timesteps
 from .host import DoesNotFit, check_host
 from .sound import has_sound
-from .stages import Patched, Stage, Video, graphs_bytes, stages_of
+from .stages import Patched, Stage, Video, capability_of, graphs_bytes, stages_of, why_not_counted
 from .streaming import stop_streaming, stream
 
 CONTEXT = 600 * 10**6  # bytes that CUDA's context and the kernels' code take beside torch's allocator
@@ -166,10 +166,13 @@ def fit_with(
 ) -> MemoryPlan:
     """Do what `fit` does, for a command that does more than generate. beside, both_ways: as in `Patched`."""
     device, models = _device(device), models_of(pipe)
-    patched = Patched(models, config_of(models, config), beside=beside, both_ways=both_ways, **_facts_of(pipe, models))
+    check_card(vram, device)
+    facts = {**_facts_of(pipe, models), "capability": capability_of(device)}
+    patched = Patched(models, config_of(models, config), beside=beside, both_ways=both_ways, **facts)
     check_size(models, video)
     check_movable(models)
-    check_card(vram, device)
+    if (reason := why_not_counted(patched)) is not None:
+        raise ValueError(f"fit cannot plan {reason}")
     as_they_are = components_of(models, Exact())
     plan = plan_for(patched, video, _free(models, device) if vram is None else budget_of(vram), as_they_are)
     if models["vae"].use_tiling:  # the user's choice

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
-from ..config import VAE_8BIT, PatchConfig
+from ..config import FUSION_GROUPS, VAE_8BIT, PatchConfig
+from ..kernels.dispatch import MINIMUM_CAPABILITY, SM90
+from ..kernels.quantized import FP8_CAPABILITY
 from ..latents import latent_size
 from ..patching.families import family_of
+from ..patching.families.family import Sizes
 from ..patching.families.vae import is_vae, vae_state, why_left_alone
 from ..patching.families.vae.chunks import (
     decoding_bytes,
@@ -25,12 +29,15 @@ from ..patching.families.vae.chunks import (
 from ..patching.text_encoder import has_graphs, runs_lean
 from ..patching.weights.quantize_linears import quantized_linears
 from ..plain import is_lora_layer
+from ..tiers import BLOCK_SPARSE, EXACT
 from ..wording import with_article
 from . import sound
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
 BESIDE_BLOCKS = 100 * 10**6  # bytes of latents, prompts and workspaces in a step: H200 runs had 80 to 120 MB
 FP32_BYTES = 4
+# The memory of PyTorch's convolutions in a decode over that of ours, counted at 480p and 720p, and for TI2V-5B.
+PYTORCH_DECODES, PYTORCH_DECODES_5B = 1.06, 1.15
 
 
 class Video(NamedTuple):
@@ -50,6 +57,7 @@ class Patched(NamedTuple):
     The models may be on the meta device. own_timesteps: True if each token has its own timestep. beside: yields the
     stages that a command runs beside the patched pipeline's. None: there are none. both_ways: True if the pipeline also
     runs on the weights as they are before the patch. samples: computed at once in a step, for a pipeline with sound.
+    capability: the GPU's compute capability, or (0, 0) for a GPU without Triton kernels of ours. None: that of an H200.
     """
 
     models: Mapping[str, nn.Module]
@@ -58,6 +66,7 @@ class Patched(NamedTuple):
     beside: Callable[[Patched, Video], Iterator[Stage]] | None = None
     both_ways: bool = False
     samples: int = 1
+    capability: tuple[int, int] | None = None
 
 
 class Stage(NamedTuple):
@@ -96,14 +105,15 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
     _, given = given_bytes(models, video)
     is_ours = vae is not None and _is_patched(vae, patched.config)
     if vae is not None:
-        yield from _encoding("VAE encoding", patched, video, encoding_bytes if is_ours else unpatched_encoding_bytes)
+        ours = partial(encoding_bytes, latents=patched.config.vae_chunk)
+        yield from _encoding("VAE encoding", patched, video, ours if is_ours else unpatched_encoding_bytes)
     for name, model in models.items():
         if family_of(model) is not None:
             in_blocks, after_blocks = denoising_bytes(name, patched, video)
             step = in_blocks + BESIDE_BLOCKS + given
             yield Stage("denoising", (name,), step, after_blocks=after_blocks + given)
     if is_ours:
-        size_of = partial(decoding_bytes, vae, *video, in_8_bits=patched.config.vae == VAE_8BIT)
+        size_of = partial(_decoding_bytes, vae, patched, video)
         decoding = [size_of(in_tiles=tiles) + given for tiles in (False, True)]
         yield Stage("decoding", ("vae",), *decoding, within=lambda free: size_of(free=free) + given)
     elif vae is not None:
@@ -227,21 +237,96 @@ def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int
     transformer = patched.models[name]
     sizes, tokens = family_of(transformer).blocks[0].sizes, tokens_of(name, patched, video)
     wide = family_of(transformer).compute_dtype(transformer).itemsize
-    in_blocks = sizes.bytes_per_token(transformer.config, wide, patched.config.tier)
+    in_blocks = _block_bytes(sizes, transformer.config, wide, patched)
     after_blocks = sizes.bytes_after_blocks(transformer.config, wide)
     if patched.own_timesteps:
         table = transformer.scale_shift_table.itemsize
         in_blocks, after_blocks = sizes.bytes_with_timesteps(transformer.config, wide, table, in_blocks)
+    if set(patched.config.fuse) != set(FUSION_GROUPS):
+        in_blocks = max(in_blocks, _unpatched_bytes_per_token(transformer, patched))
+    if not _has_kernels(patched):  # the torch reference of RoPE has a tensor in fp32 more than diffusers
+        more = FP32_BYTES * _width(transformer.config)
+        in_blocks = max(in_blocks, _unpatched_bytes_per_token(transformer, patched) + more)
     return tokens * in_blocks, tokens * after_blocks
+
+
+def _block_bytes(sizes: Sizes, model: Mapping[str, object], wide: int, patched: Patched) -> int:
+    """Return the bytes per token of the largest set of a block's tensors that are alive together.
+
+    model: its config. wide: bytes of a value in its dtype.
+    """
+    config, capability = patched.config, patched.capability
+    own, exact = (sizes.bytes_per_token(model, wide, tier) for tier in (config.tier, EXACT))
+    if config.tier == EXACT:
+        if config.linears != "torch" and capability in (None, SM90):
+            return own
+        return own + wide * _width(model)  # the result of PyTorch's linear, to which the skip is added
+    if not config.in_8_bits("linears"):
+        return max(own, exact)
+    keeps_linears = not all(name.endswith(".processor") for name in config.keep)
+    if keeps_linears or (capability is not None and capability < FP8_CAPABILITY):
+        # A GELU's result is then quantised in a pass of its own.
+        return max(own, exact + sizes.feed_forward(model))
+    if config.keep or not config.in_8_bits("attention"):
+        return max(own, sizes.bytes_per_token(model, wide, BLOCK_SPARSE))  # attention in both dtypes
+    return own
+
+
+def _width(config: Mapping[str, object]) -> int:
+    """Return the channels of a transformer's hidden states."""
+    return config["num_attention_heads"] * config["attention_head_dim"]
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Return a device's `Patched.capability`."""
+    if device.type != "cuda":
+        return None
+    return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+
+
+def why_not_counted(patched: Patched) -> str | None:
+    """Return the reason why the memory of a step is not known, or None if it is."""
+    config = patched.config
+    if config.tier == EXACT or _has_kernels(patched):
+        return None
+    is_chosen = config.implementation == "torch"
+    where = "with implementation='torch'" if is_chosen else "on this GPU, for which it has no kernels"
+    return (
+        f"the preset {config.tier.name!r} {where}: it runs as PyTorch's operations, which take several times the "
+        "memory; give the preset 'exact'."
+    )
+
+
+def _has_kernels(patched: Patched) -> bool:
+    """True if kernels of ours run: not in the torch reference, nor on AMD's GPUs and those before sm_80."""
+    is_known = patched.capability is None or patched.capability >= MINIMUM_CAPABILITY
+    return is_known and patched.config.implementation != "torch"
+
+
+def _decoding_bytes(
+    vae: nn.Module, patched: Patched, video: Video, *, in_tiles: bool = False, free: int | None = None
+) -> int:
+    """Return the bytes that the patched VAE decodes with. in_tiles, free: as of `decoding_bytes`."""
+    config, capability = patched.config, patched.capability
+    options = {"in_8_bits": config.vae == VAE_8BIT, "latents": config.vae_chunk}
+    size_of = partial(decoding_bytes, vae, *video, in_tiles=in_tiles, **options)
+    if capability in (None, SM90):
+        return size_of(free=free)
+    times = PYTORCH_DECODES_5B if getattr(vae.config, "is_residual", False) else PYTORCH_DECODES
+    return round(times * size_of(free=None if free is None else round(free / times)))
 
 
 def _unpatched_denoising_bytes(name: str, patched: Patched, video: Video) -> int:
     """Return the bytes of the largest set of tensors that are alive together in a step of diffusers' own code."""
-    transformer = patched.models[name]
+    of_token = _unpatched_bytes_per_token(patched.models[name], patched)
+    return patched.samples * tokens_of(name, patched, video) * of_token
+
+
+def _unpatched_bytes_per_token(transformer: nn.Module, patched: Patched) -> int:
     family = family_of(transformer)
     wide, lora = family.compute_dtype(transformer).itemsize, lora_itemsize(transformer)
-    of_token = family.blocks[0].sizes.unpatched_bytes_per_token(transformer.config, wide, lora, patched.own_timesteps)
-    return patched.samples * tokens_of(name, patched, video) * of_token
+    sizes = family.blocks[0].sizes
+    return sizes.unpatched_bytes_per_token(transformer.config, wide, lora, patched.own_timesteps)
 
 
 def tokens_of(name: str, patched: Patched, video: Video) -> int:

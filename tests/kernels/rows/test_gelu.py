@@ -4,7 +4,8 @@ import torch.nn.functional as F
 
 from tests.oracle import DTYPES, assert_no_worse, torch_device
 from turbo_rcm_patch.kernels import gelu, reference
-from turbo_rcm_patch.kernels.rows.gelu import BLOCK
+from turbo_rcm_patch.kernels.choice.registry import spec_of
+from turbo_rcm_patch.kernels.rows.gelu import BLOCK, GELU_OVER_X
 
 # The interpreter says that exp overflowed; the kernel divides by the infinity on purpose.
 pytestmark = [
@@ -46,6 +47,17 @@ def test_the_input_stays_as_it_is(device):
     assert torch.equal(x, before)
 
 
+def test_over_x_the_values_are_the_same(device):
+    launch = GELU_OVER_X.pick(spec_of("triton", torch.empty(0, device=torch_device(device)))).launch
+    x = torch.randn(2, BLOCK + 3, device=torch_device(device))
+    expected, columns = gelu(x, implementation="triton"), x.T.clone().T
+    actual = launch(x)
+    assert actual is x
+    assert torch.equal(actual, expected)
+    assert torch.equal(launch(columns), expected)  # not contiguous: in a tensor of its own
+    assert launch(x[:0]).shape == (0, BLOCK + 3)
+
+
 def test_autograd_takes_the_reference(device):
     x = torch.randn(3, 5, device=torch_device(device), requires_grad=True)
     expected = torch.autograd.grad(F.gelu(x, approximate="tanh").square().sum(), x)
@@ -57,6 +69,7 @@ def test_opcheck():
     op = torch.ops.turbo_rcm_patch.gelu
     torch.library.opcheck(op, (torch.randn(2, 3, 5),))
     torch.library.opcheck(op, (torch.randn(3, 2).T,))
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.gelu_in_place, (torch.randn(2, 3),))
 
 
 def test_other_dtypes_take_the_reference():

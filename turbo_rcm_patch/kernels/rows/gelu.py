@@ -41,7 +41,26 @@ def _(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@kernel_op("gelu_in_place", mutates_args=("x",))
+def _gelu_in_place(x: torch.Tensor) -> None:
+    launch_kernel(_gelu_kernel, (cdiv(x.numel(), BLOCK),), x, x, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
+
+
+@_gelu_in_place.register_fake
+def _(x):
+    pass
+
+
+def _overwrite(x: torch.Tensor) -> torch.Tensor:
+    if x.numel() == 0 or not x.is_contiguous():
+        return _gelu(x)
+    _gelu_in_place(x)
+    return x
+
+
 GELU = triton_or_reference("gelu", _gelu, reference.gelu)
+# The same for an x that nobody reads afterwards: the kernel writes over it, which spares a tensor of x's size.
+GELU_OVER_X = triton_or_reference("gelu", _overwrite, reference.gelu)
 
 
 @triton.jit

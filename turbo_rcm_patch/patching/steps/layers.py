@@ -22,7 +22,7 @@ from ...kernels.linear.linear_gelu import LINEAR_GELU
 from ...kernels.linear.linear_qkv import LINEAR_QKV
 from ...kernels.linear.linear_skip import LINEAR_SKIP
 from ...kernels.linear.spec import LinearSpec
-from ...kernels.rows.gelu import GELU as GELU_OP
+from ...kernels.rows.gelu import GELU_OVER_X
 from ...kernels.rows.layer_norm_modulate import LAYER_NORM_MODULATE, LAYER_NORM_MODULATE_QUANTIZED
 from ...kernels.rows.rms_norm_rope import RMS_NORM_ROPE
 from ...kernels.rows.skip import SKIP, SkipSpec
@@ -355,7 +355,7 @@ def projection_with_gelu(
     if pick.kernel.is_fused:
         run = partial(_linear_gelu, pick.launch, read, dropout)
         return Step(run, read.named(pick.label), pick=pick)
-    gelu = call.pick(GELU_OP)
+    gelu = call.pick(GELU_OVER_X)
     project = read.only if read.has_lora else linear
     run = partial(_linear_then_gelu, project, dropout, gelu.launch)
     return Step(run, f"{read.named(LINEAR)}, {gelu.label} GELU", pick.reason, pick=pick)

@@ -137,13 +137,15 @@ def decoding_bytes(
     in_tiles: bool = False,
     free: int | None = None,
     in_8_bits: bool = False,
+    latents: int | None = None,
 ) -> int:
     """Return the bytes that decoding a video computes with.
 
     An H200 measured between 5 % less and 4 % more, for videos of a second and longer.
 
     height, width: of the video in pixels. in_tiles: as after ``vae.enable_tiling()``. free: the bytes that are free for
-    it. None: enough. in_8_bits: True if convolutions run in 8 bits, which was not measured.
+    it. None: enough. in_8_bits: True if convolutions run in 8 bits, which was not measured. latents: as of
+    `frames_at_once`.
     """
     size = latent_size(vae.config, height, width, frames)
     z = torch.empty(1, vae.config.z_dim, *size, dtype=vae.dtype, device="meta")
@@ -160,7 +162,7 @@ def decoding_bytes(
     stages = stages_of(vae.decoder, is_image=size[0] == 1, in_8_bits=in_8_bits)
     pixels = z.shape[-2] * z.shape[-1] * z.itemsize
     left = None if free is None else free - held
-    at_once = frames_at_once(vae, z, None, working_set=working_set, free=left, in_8_bits=in_8_bits)
+    at_once = frames_at_once(vae, z, latents, working_set=working_set, free=left, in_8_bits=in_8_bits)
     return held + peak_elements(stages, at_once, size[0]) * pixels
 
 
@@ -230,11 +232,16 @@ def frames_to_encode(
     return FRAMES if is_too_much else frames
 
 
-def encoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
-    """Return the bytes that encoding a video of this size in pixels computes with, with the video and a copy of it."""
+def encoding_bytes(
+    vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False, latents: int | None = None
+) -> int:
+    """Return the bytes that encoding a video of this size in pixels computes with, with the video and a copy of it.
+
+    latents: as of `frames_at_once`.
+    """
     pixels, working_set = _pixels_to_encode(vae, height, width, in_tiles)
     alive, kept = _alive_in_encoder(vae.encoder)
-    at_once = min(frames, frames_to_encode(vae, pixels, vae.dtype.itemsize, None, working_set=working_set))
+    at_once = min(frames, frames_to_encode(vae, pixels, vae.dtype.itemsize, latents, working_set=working_set))
     elements = round((kept * (frames > 1) + at_once * alive) * pixels + _video_twice(vae, height, width, frames))
     return elements * vae.dtype.itemsize + weights_bytes(vae.encoder)
 

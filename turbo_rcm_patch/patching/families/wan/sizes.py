@@ -35,15 +35,17 @@ def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
     """Return the bytes per token of the largest set of a block's tensors that are alive together.
 
     In the self-attention these are the residual and q, k and v before and after their norm, or in 8 bits, or for
-    sparse-linear attention in both. In the feed-forward they are the block's input, the residual, the normed and the
-    wide tensor. The rotary embeddings are there in every block, and VACE's hints in the first one. wide: bytes of a
-    value in the model's dtype.
+    sparse-linear attention in both. In an attention to an image too these are six tensors of the model's width. In the
+    feed-forward they are the block's input, the residual, the normed and the wide tensor. The rotary embeddings are
+    there in every block, and VACE's hints in the first one. wide: bytes of a value in the model's dtype.
     """
     C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"]
     beside = 2 * FP32_BYTES * config["attention_head_dim"] + _hints(config) * wide * C
     if tier == EXACT:
         return wide * max(6 * C, 3 * C + ffn) + beside
     attention = 4 * wide + 3 if tier == QUANTIZED else max(6 * wide, 5 * wide + 3)
+    if config.get("added_kv_proj_dim") is not None:
+        attention = max(attention, 6 * wide)
     return max(attention * C, (2 * wide + 1) * C + ffn) + beside
 
 
