@@ -13,6 +13,12 @@ def test_amounts(amount, size):
     assert parse_amount(amount) == size
 
 
+@pytest.mark.parametrize("amount", ["9" * 400 + " GB", 10**400], ids=["text", "number"])
+def test_more_than_any_gpu_has(amount):
+    with pytest.raises(ValueError, match="is more memory than any GPU has; give what the card has"):
+        parse_amount(amount)
+
+
 @pytest.mark.parametrize("amount", ["8", "8 TB", "GB", "-8 GB", "8 GB free", "", "nan GB"])
 def test_what_is_no_amount(amount):
     with pytest.raises(ValueError, match="such as '8 GB'"):

@@ -6,6 +6,7 @@ import re
 from numbers import Integral
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+_TOO_MUCH = 2**60
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
@@ -22,11 +23,13 @@ def parse_amount(amount: str | int) -> int:
             raise ValueError(
                 f"{amount!r} is no amount of memory; give a number with MB, GB, MiB or GiB, such as '8 GB'."
             )
-        size = round(float(match[1]) * _UNITS[match[2].upper()])
+        size = round(min(float(match[1]) * _UNITS[match[2].upper()], _TOO_MUCH))
     else:
         raise TypeError(
             f"{amount!r} is {type(amount).__name__}; give an amount such as '8 GB', a whole number of bytes, or None."
         )
+    if size >= _TOO_MUCH:
+        raise ValueError(f"{amount!r:.40} is more memory than any GPU has; give what the card has, such as '8 GB'.")
     if size <= 0:
         raise ValueError(f"{amount!r} is no memory at all; give more than 0.")
     if size < _UNITS["MB"]:

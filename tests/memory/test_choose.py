@@ -53,6 +53,15 @@ def test_fewer_frames_at_a_time_come_before_tiles():
         assert placement.largest_room(COMPONENTS, stages) <= budget
 
 
+def test_the_least_may_be_few_frames_at_a_time():
+    stages = (*STAGES[:2], STAGES[2]._replace(in_tiles=60, within=few_frames))  # as of a video within a tile
+    placement = smallest(COMPONENTS, stages)
+    least = placement.largest_room(COMPONENTS, stages)
+    assert least == round(AROUND * (5 + 4 + 5 + 30))
+    assert choose(COMPONENTS, stages, least) is not None
+    assert choose(COMPONENTS, stages, least - 1) is None
+
+
 def test_no_block_is_there_after_the_last_one():
     stage = STAGES[1]._replace(after_blocks=25)
     placement = Placement(frozenset({"transformer"}), tiles=False)

@@ -93,6 +93,18 @@ def test_a_decoder_with_few_frames_gets_its_limit_until_undo(monkeypatch):
     assert plan_module.LIMIT not in vars(pipe.vae)
 
 
+def test_a_limit_that_cannot_be_set_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(plan_module, "choose", lambda *_: Placement(frozenset(), tiles=False, decoding=2 * 10**9))
+    pipe = tiny_wan_pipeline()
+
+    def fail(self, name, value):
+        raise MemoryError(name)
+
+    with mock.patch.object(type(pipe.vae), "__setattr__", fail), pytest.raises(MemoryError):
+        fit_on_the_cpu(pipe)
+    fit_on_the_cpu(pipe).undo()  # no model is in the plan that failed
+
+
 def test_the_plan_says_where_everything_is(everything_streams):
     text = str(fit_on_the_cpu(tiny_wan_pipeline("i2v")))
     for words in (
@@ -182,6 +194,31 @@ def test_tiles_that_the_user_chose_count_and_stay():
     )
     plan.undo()
     assert pipe.vae.use_tiling
+
+
+def test_a_video_within_a_tile_keeps_few_frames_at_a_time(monkeypatch):
+    monkeypatch.setattr(plan_module, "choose", lambda *_: Placement(frozenset(), tiles=False, decoding=2 * 10**9))
+    monkeypatch.setattr(Placement, "largest_room", lambda placement, *_: 10**12 * placement.tiles)
+    pipe = tiny_wan_pipeline()
+    pipe.vae.enable_tiling()
+    assert fit_on_the_cpu(pipe).placement.decoding == 2 * 10**9
+
+
+def test_the_text_encoder_in_8_bits_is_named_where_it_fits():
+    patched, video = Patched(empty_models("wan2.1-1.3b"), trp.Quantized(restorable=False)), Video(256, 256, 17)
+    for gigabytes, expected in (
+        (2, r"It fits with the text encoder in 8 bits \(trp\.patch"),
+        (1.5, "Not even one frame"),
+    ):
+        with pytest.raises(trp.DoesNotFit, match=rf"\(text encoding, .* {expected}"):
+            plan_module.plan_for(patched, video, plan_module.budget_of(f"{gigabytes} GB"))
+
+
+def test_free_memory_is_that_of_one_gpu(monkeypatch):
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: 100)
+    weights = [mock.Mock(device=torch.device(name), nbytes=size) for name, size in (("cuda:0", 20), ("cuda:1", 4000))]
+    model = mock.Mock(parameters=lambda: weights, buffers=list)
+    assert plan_module._free({"transformer": model}, torch.device("cuda:0")) == round(0.95 * 120)
 
 
 def test_too_little_names_what_is_missing_and_what_fits():
@@ -304,6 +341,8 @@ def test_what_cannot_be_planned():
     pipe = tiny_wan_pipeline()
     with pytest.raises(ValueError, match="no diffusers pipeline"):
         fit_on_the_cpu(pipe.transformer)
+    with pytest.raises(ValueError, match="Mock is no diffusers pipeline"):
+        fit_on_the_cpu(mock.Mock(spec=["components"], components=pipe.components))
     pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
     with pytest.raises(ValueError, match="transformer is offloaded"):
         fit_on_the_cpu(pipe)

@@ -16,11 +16,13 @@ from diffusers import (
     AutoencoderKLWan,
     HeliosTransformer3DModel,
     SkyReelsV2DiffusionForcingPipeline,
+    SkyReelsV2DiffusionForcingVideoToVideoPipeline,
     SkyReelsV2Pipeline,
     SkyReelsV2Transformer3DModel,
     WanAnimateTransformer3DModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
+    WanVideoToVideoPipeline,
 )
 from peft import LoraConfig
 
@@ -252,6 +254,77 @@ def test_vace_encodes_a_masked_video_while_its_pipeline_holds_others():
     assert with_control["denoising"] == (12 + 6) * of_token + BESIDE_BLOCKS + 4 * values
     assert with_control["decoding"] == plain["decoding"] + 4 * values
     assert with_control["VAE encoding"] == encoding_bytes(vae, *video) + 2 * 4 * values + 3 * 2 * values
+
+
+FROM_VIDEO = [("t2v", WanVideoToVideoPipeline), ("skyreels", SkyReelsV2DiffusionForcingVideoToVideoPipeline)]
+ENCODED = {  # beside the video: arguments of prepare_latents
+    "t2v": {"timestep": torch.empty(1, device="meta")},
+    "skyreels": {
+        "num_frames": 33,
+        "overlap_history": 17,
+        "overlap_history_latent_frames": 5,
+        "base_latent_num_frames": 9,
+        "causal_block_size": 1,
+        "long_video_iter": 0,
+    },
+}
+
+
+def video_to_video(model, kind, vae=None):
+    parts = tiny_wan_pipeline().components
+    if model != "t2v":
+        parts["transformer"] = tiny_family_transformer(model)
+    parts["vae"] = vae or parts["vae"]
+    return kind(**{name: parts[name] for name in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize(("model", "kind"), FROM_VIDEO)
+def test_a_given_video_is_encoded_while_its_pipeline_holds_it(model, kind, tiles, dtype):
+    """Counted on tensors without values."""
+    with torch.device("meta"):
+        vae = AutoencoderKLWan().to(dtype).eval()
+    pipe, video = video_to_video(model, kind, vae), Video(480, 832, 33)
+    pipe.scheduler = mock.Mock(add_noise=lambda latents, noise, _: latents + noise)
+    given = torch.empty(1, 3, video.frames, *video[:2], device="meta")
+    patched = Patched({"transformer": pipe.transformer, "vae": vae}, trp.Exact(), from_video=True)
+    (stage,) = (one for one in stages_of(patched, video) if one.name == "VAE encoding")
+    vae.use_tiling = tiles
+    where = {"device": torch.device("meta"), "dtype": torch.float32}
+    with trp.patch(vae), as_on_a_gpu(vae) as counted:
+        pipe.prepare_latents(given, height=480, width=832, **where, **ENCODED[model])
+    needed = counted.bytes + given.nbytes
+    assert needed <= 1.02 * (stage.in_tiles if tiles else stage.computing) <= 1.1 * needed
+
+
+@pytest.mark.parametrize(("model", "kind"), FROM_VIDEO)
+def test_a_pipeline_from_video_to_video_keeps_the_given_video(model, kind, tmp_path):
+    pipe, size = video_to_video(model, kind), {"height": 480, "width": 832, "num_frames": 81}
+    plan = trp.fit(pipe, "16 GB", **size, device="cpu")
+    plan.undo()
+    pipe.save_pretrained(tmp_path)
+    ((_, patched),) = models_by_preset(tmp_path, preset="exact")
+    of, without = (
+        {stage.name: stage.computing for stage in stages_of(one, Video(*size.values()))}
+        for one in (patched, patched._replace(from_video=False))
+    )
+    assert list(of) == [*plan.peaks]
+    values = 3 * 480 * 832 * 81
+    for name in ("denoising", "decoding"):
+        assert of[name] == without[name] + 4 * values
+    # SkyReels' pipeline joins both videos in fp32. Alive are also the given one, and the new one, in bf16 and in fp32.
+    assert of.get("joining") == (None if model == "t2v" else (2 * 4 + 4 + 2 + 4) * values)
+    beside = [stage.name for stage in unpatched_stages(patched, Video(*size.values()))]
+    assert beside == ["denoising, unpatched", "VAE encoding, unpatched", "decoding, unpatched"]
+
+
+def test_the_latents_of_a_sampler_grow_with_the_video():
+    ((_, patched),) = models_by_preset("wan2.1-i2v-14b", preset="exact")
+    for video, least in ((Video(480, 832, 81), 80e6), (Video(1088, 1920, 81), 367e6)):
+        (step,) = (stage for stage in stages_of(patched, video) if stage.name == "denoising")
+        in_blocks, _ = denoising_bytes("transformer", patched, video)
+        assert least <= step.computing - in_blocks <= 1.3 * least
 
 
 def test_diffusion_forcing_gives_each_token_its_own_timestep(tmp_path):

@@ -28,7 +28,7 @@ PLANNED: WeakSet[nn.Module] = WeakSet()  # the models whose places a plan has ch
 def models_of(pipe: object) -> dict[str, nn.Module]:
     """Return a pipeline's models by name, each once. Raises ValueError for something that cannot be planned."""
     found, kind = getattr(pipe, "components", None), type(pipe).__name__
-    if isinstance(pipe, nn.Module) or not isinstance(found, dict):
+    if isinstance(pipe, nn.Module) or not isinstance(found, dict) or not hasattr(pipe, "config"):
         raise ValueError(f"{kind} is no diffusers pipeline; give the pipeline with its VAE.")
     names = {model: name for name, model in reversed(found.items()) if isinstance(model, nn.Module)}
     models = {name: model for model, name in reversed(names.items())}

@@ -97,7 +97,8 @@ def choose(
 
 def smallest(components: Sequence[Component], stages: Sequence[Stage]) -> Placement:
     """Return the placement with the least memory."""
-    each = (replace(p, tiles=tiles) for p in placements(components) for tiles in (False, True))
+    ways = ({}, {"decoding": 0}, {"tiles": True})  # of the VAE: whole, few frames at a time, in tiles
+    each = (replace(p, **way) for p in placements(components) for way in ways)
     return min(each, key=lambda placement: placement.largest_room(components, stages))
 
 

@@ -17,7 +17,11 @@ from ..checkpoints.files import COMPONENTS
 from ..patching.families import CASES, SIZES, family_of
 from ..patching.families.family import Case
 from ..patching.steps.sparse_linear import PROJ_L
+from ..patching.text_encoder import patch_text_encoder
 from ..patching.weights.load import component_folders, empty_model, read_config
+from ..patching.weights.quantize_linears import quantized_linears
+
+VIDEO_TO_VIDEO = "VideoToVideo"  # in the names of Wan's and SkyReels' pipelines that are given a video
 
 
 def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, nn.Module]:
@@ -47,6 +51,11 @@ def has_own_timesteps(source: str | Path) -> bool:
     return expands_timesteps(str(index.get("_class_name")), index)
 
 
+def starts_from_video(source: str | Path) -> bool:
+    """True if that pipeline makes a video from one of the same size."""
+    return VIDEO_TO_VIDEO in str(_index(Path(source)).get("_class_name"))
+
+
 def expands_timesteps(class_name: str, config: Mapping[str, object]) -> bool:
     """True if pipelines of this class and config give each token its own timestep: TI2V-5B, diffusion forcing."""
     return bool(config.get("expand_timesteps")) or "DiffusionForcing" in class_name
@@ -61,6 +70,17 @@ def with_empty_projections(transformer: nn.Module) -> nn.Module:
         like, size = attn.to_out[0].weight, attn.inner_dim // attn.heads
         setattr(attn, PROJ_L, nn.Linear(size, size, device="meta", dtype=like.dtype))
     return transformer
+
+
+def with_text_encoder_in_8_bits(models: Mapping[str, nn.Module]) -> dict[str, nn.Module] | None:
+    """Return the models with an empty text encoder in 8 bits. None: there is none that could be so, or it is so."""
+    encoder = models.get("text_encoder")
+    if type(encoder) is not transformers.UMT5EncoderModel or quantized_linears(encoder):
+        return None
+    with torch.device("meta"):
+        empty = cast_as_loaded(transformers.UMT5EncoderModel(encoder.config), encoder.dtype)
+    patch_text_encoder(empty, in_8_bits=True)
+    return {**models, "text_encoder": empty}
 
 
 def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -16,7 +16,7 @@ from ..patching.text_encoder import patch_text_encoder
 from ..tables import table
 from .choose import Placement, smallest
 from .components import Component, components_of
-from .empty_models import empty_models, has_own_timesteps, with_empty_projections
+from .empty_models import empty_models, has_own_timesteps, starts_from_video, with_empty_projections
 from .plan import CONTEXT
 from .sound import has_sound
 from .stages import Patched, Video, capability_of, stages_of, why_not_counted, why_unknown
@@ -29,7 +29,7 @@ class Need:
     """The GPU memory for one size of video in one tier, in bytes, with CUDA's own.
 
     components: the models and their weights. resident: if all of them stay on the GPU. least: if blocks stream, and the
-    VAE works in tiles, where that takes less.
+    VAE decodes few frames at a time or works in tiles, where that takes less.
     """
 
     tier: str
@@ -59,11 +59,15 @@ def models_by_preset(
         raise ValueError(f"{source} holds {reason}.")
     reasons = (why_not_replaceable(name, family_of(m).self_attentions(m)) for name, m in transformers.items())
     why_not_sparse = next(filter(None, reasons), None)
-    capability = capability_of(torch.device("cuda")) if torch.cuda.is_available() else None
-    samples = 2 if has_sound(models) else 1  # perhaps with guidance
+    facts = {
+        "own_timesteps": own_timesteps,
+        "samples": 2 if has_sound(models) else 1,  # perhaps with guidance
+        "capability": capability_of(torch.device("cuda")) if torch.cuda.is_available() else None,
+        "from_video": starts_from_video(source),
+    }
     for name in PRESETS if preset is None else (preset,):
         config = without_originals(PRESETS[name])
-        patched = Patched(models, config, own_timesteps, samples=samples, capability=capability)
+        patched = Patched(models, config, **facts)
         is_sparse = isinstance(config, Sparse)
         reason = (why_not_sparse if is_sparse else None) or why_not_counted(patched)
         if is_sparse and reason is None:

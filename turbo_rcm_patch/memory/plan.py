@@ -20,7 +20,7 @@ from ..tables import table
 from .checks import PLANNED, check_card, check_movable, check_size, config_of, frames_of_a_latent, models_of
 from .choose import Placement, choose, smallest
 from .components import Component, components_both_ways, components_of
-from .empty_models import expands_timesteps
+from .empty_models import VIDEO_TO_VIDEO, expands_timesteps, with_text_encoder_in_8_bits
 from .host import DoesNotFit, check_host
 from .sound import has_sound
 from .stages import Patched, Stage, Video, capability_of, graphs_bytes, stages_of, why_not_counted
@@ -139,7 +139,8 @@ def fit(
         vram: the card's memory, such as "8 GB" or a number of bytes. None: what is free on the card now, less 5 %.
         height: of the video, in pixels.
         width: of the video, in pixels.
-        num_frames: of the video. Wan-Animate: of a segment. VACE: add 4 for each reference image beyond one.
+        num_frames: of the video, or of a longer one that is given. Wan-Animate: of a segment. VACE: add 4 for each
+            reference image beyond one.
         config: the configuration or preset that `patch` will get, if the pipeline is not patched yet. None: "exact".
         device: the GPU.
 
@@ -175,8 +176,9 @@ def fit_with(
         raise ValueError(f"fit cannot plan {reason}")
     as_they_are = components_of(models, Exact())
     plan = plan_for(patched, video, _free(models, device) if vram is None else budget_of(vram), as_they_are)
-    if models["vae"].use_tiling:  # the user's choice
-        plan.placement = replace(plan.placement, tiles=True, decoding=None)
+    in_tiles = replace(plan.placement, tiles=True, decoding=None)
+    if models["vae"].use_tiling and in_tiles.largest_room(plan.components, plan.stages) <= plan.budget:
+        plan.placement = in_tiles  # the user's choice; else the video lies within a tile
     originals = sum(component.originals for component in plan.components) if both_ways else 0
     check_host(plan.placement, as_they_are, models, originals)
     try:
@@ -191,7 +193,8 @@ def fit_with(
 def _facts_of(pipe: object, models: Mapping[str, nn.Module]) -> dict[str, object]:
     """Return the facts of a step that the pipeline's class and scheduler tell, as arguments of `Patched`."""
     if not has_sound(models):
-        return {"own_timesteps": expands_timesteps(type(pipe).__name__, pipe.config)}
+        names = " ".join(kind.__name__ for kind in type(pipe).__mro__)
+        return {"own_timesteps": expands_timesteps(names, pipe.config), "from_video": VIDEO_TO_VIDEO in names}
     guided, known = not isinstance(pipe.scheduler, FewStepScheduler), pipeline_of(pipe)
     from_text = known is not None and known.starts_from == "text"  # else a given frame has its own timestep
     return {"own_timesteps": not from_text, "samples": 1 + guided}
@@ -242,7 +245,7 @@ def _free(models: Mapping[str, nn.Module], device: torch.device) -> int:
     if device.type != "cuda":
         raise ValueError(f"vram=None means the memory that is free on a GPU, not on {device}; give an amount.")
     tensors = (tensor for model in models.values() for tensor in (*model.parameters(), *model.buffers()))
-    here = {id(tensor): tensor.nbytes for tensor in tensors if tensor.device.type == "cuda"}
+    here = {id(tensor): tensor.nbytes for tensor in tensors if tensor.device == device}
     return round(MARGIN * (free_memory(device) + sum(here.values())))
 
 
@@ -256,7 +259,7 @@ def _place(plan: MemoryPlan, models: Mapping[str, nn.Module], device: torch.devi
         yield (vae.disable_tiling,)
         vae.enable_tiling()
     if plan.placement.decoding is not None:
-        yield delattr, vae, LIMIT
+        yield vars(vae).pop, LIMIT, None
         setattr(vae, LIMIT, plan.placement.decoding)
     for name in sorted(models, key=lambda name: name not in streaming):  # what streams leaves the GPU first
         model, before = models[name], next(models[name].parameters()).device
@@ -286,6 +289,9 @@ def _what_fits(patched: Patched, video: Video, budget: int) -> str:
     tiers, sizes = [((), patched)], [((), video)]
     if not patched.config.in_8_bits("linears"):
         tiers.append((("the preset 'quantized'",), patched._replace(config=Quantized(restorable=False))))
+    if patched.beside is None and (models := with_text_encoder_in_8_bits(patched.models)) is not None:
+        words = "the text encoder in 8 bits (trp.patch_text_encoder(pipe, in_8_bits=True) or --text-encoder 8bit)"
+        tiers += [((*tier, words), of._replace(models=models)) for tier, of in tiers]
     with_sound = has_sound(patched.models)
     short, why = (512, " (which diffusers decodes in tiles, unlike 480)") if with_sound else (480, "")
     height, width = (short, 832) if video.height <= video.width else (832, short)

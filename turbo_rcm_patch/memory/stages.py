@@ -35,6 +35,7 @@ from . import sound
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
 BESIDE_BLOCKS = 100 * 10**6  # bytes of latents, prompts and workspaces in a step: H200 runs had 80 to 120 MB
+BESIDE_TOKEN = 2200  # the same for each token of a large video (calculated): most of it is the sampler's latents
 FP32_BYTES = 4
 # The memory of PyTorch's convolutions in a decode over that of ours, counted at 480p and 720p, and for TI2V-5B.
 PYTORCH_DECODES, PYTORCH_DECODES_5B = 1.06, 1.15
@@ -58,6 +59,7 @@ class Patched(NamedTuple):
     stages that a command runs beside the patched pipeline's. None: there are none. both_ways: True if the pipeline also
     runs on the weights as they are before the patch. samples: computed at once in a step, for a pipeline with sound.
     capability: the GPU's compute capability, or (0, 0) for a GPU without Triton kernels of ours. None: that of an H200.
+    from_video: True for a pipeline from video to video, whose given video has the size of the one that it makes.
     """
 
     models: Mapping[str, nn.Module]
@@ -67,6 +69,7 @@ class Patched(NamedTuple):
     both_ways: bool = False
     samples: int = 1
     capability: tuple[int, int] | None = None
+    from_video: bool = False
 
 
 class Stage(NamedTuple):
@@ -102,7 +105,7 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("text encoding", ("text_encoder",), encoder_bytes(encoder, TEXT_TOKENS))
     if (encoder := models.get("image_encoder")) is not None:
         yield Stage("image encoding", ("image_encoder",), encoder_bytes(encoder, IMAGE_TOKENS))
-    _, given = given_bytes(models, video)
+    _, given = given_bytes(patched, video)
     is_ours = vae is not None and _is_patched(vae, patched.config)
     if vae is not None:
         ours = partial(encoding_bytes, latents=patched.config.vae_chunk)
@@ -110,7 +113,7 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
     for name, model in models.items():
         if family_of(model) is not None:
             in_blocks, after_blocks = denoising_bytes(name, patched, video)
-            step = in_blocks + BESIDE_BLOCKS + given
+            step = in_blocks + max(BESIDE_BLOCKS, BESIDE_TOKEN * tokens_of(name, patched, video)) + given
             yield Stage("denoising", (name,), step, after_blocks=after_blocks + given)
     if is_ours:
         size_of = partial(_decoding_bytes, vae, patched, video)
@@ -118,6 +121,8 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("decoding", ("vae",), *decoding, within=lambda free: size_of(free=free) + given)
     elif vae is not None:
         yield _unpatched_decoding("decoding", vae, video, given)
+    if patched.from_video and patched.own_timesteps and vae is not None:
+        yield Stage("joining", (), joining_bytes(vae, video))
     if patched.beside is not None:
         yield from patched.beside(patched, video)
 
@@ -165,7 +170,7 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
     """Yield the stages that take other memory in diffusers' own code."""
     vae = patched.models.get("vae")
     kept = sound.kept_prompts_bytes(patched.models, patched.samples) if sound.has_sound(patched.models) else 0
-    _, given = given_bytes(patched.models, video)
+    _, given = given_bytes(patched, video)
     for name, model in patched.models.items():
         if family_of(model) is not None:
             step = _unpatched_denoising_bytes(name, patched, video) + kept + given
@@ -183,9 +188,9 @@ def _is_patched(vae: nn.Module, config: PatchConfig) -> bool:
 def _encoding(name: str, patched: Patched, video: Video, size_of: Callable[..., int]) -> Iterator[Stage]:
     """Yield the stage in which the VAE encodes an image or a video, if the pipeline has one."""
     models = patched.models
-    if any(reads_image(model) for model in models.values()):
-        encoded = video._replace(frames=1) if patched.own_timesteps else video
-        more, _ = given_bytes(models, video)
+    if patched.from_video or any(reads_image(model) for model in models.values()):
+        encoded = video._replace(frames=1) if patched.own_timesteps and not patched.from_video else video
+        more, _ = given_bytes(patched, video)
         sizes = (size_of(models["vae"], *encoded, in_tiles=tiles) + more for tiles in (False, True))
         yield Stage(name, ("vae",), *sizes)
 
@@ -219,14 +224,30 @@ def reads_image(model: nn.Module) -> bool:
     return config.in_channels != config.out_channels or family.blocks[0].sizes.given_bytes is not None
 
 
-def given_bytes(models: Mapping[str, nn.Module], video: Video) -> tuple[int, int]:
-    """Return the bytes of given videos on the GPU, while the VAE encodes them and after that."""
+def given_bytes(patched: Patched, video: Video) -> tuple[int, int]:
+    """Return the bytes of given videos on the GPU, while the VAE encodes them and after that.
+
+    The encoding itself counts two videos in the VAE's dtype. In a pipeline from video to video the first is in fp32,
+    and stays.
+    """
+    models = patched.models
+    if patched.from_video and "vae" in models:
+        values = 3 * video.height * video.width * video.frames
+        return values * (FP32_BYTES - models["vae"].dtype.itemsize), values * FP32_BYTES
     for model in models.values():
         family = family_of(model)
         if family is not None and (given := family.blocks[0].sizes.given_bytes) is not None:
             wide = family.compute_dtype(model).itemsize
             return given(model.config, *video, wide, models["vae"].dtype.itemsize if "vae" in models else wide)
     return 0, 0
+
+
+def joining_bytes(vae: nn.Module, video: Video) -> int:
+    """Return the bytes with which SkyReels' pipeline puts the video that it made behind the given one, in fp32.
+
+    Alive are the given video, the decoded one in the VAE's dtype and in fp32, and both together.
+    """
+    return 3 * video.height * video.width * video.frames * (vae.dtype.itemsize + 4 * FP32_BYTES)
 
 
 def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int]:
