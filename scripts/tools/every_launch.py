@@ -50,7 +50,7 @@ from turbo_rcm_patch.kernels.rows.layer_norm_modulate import layer_norm_modulate
 from turbo_rcm_patch.kernels.rows.quantize_rows import quantize_rows
 from turbo_rcm_patch.kernels.rows.rms_norm_rope import rms_norm_rope
 from turbo_rcm_patch.kernels.rows.rms_norm_silu import rms_norm_silu
-from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
+from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU
 from turbo_rcm_patch.kernels.rows.skip import skip
 from turbo_rcm_patch.kernels.sizes import cdiv
 from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
@@ -355,12 +355,13 @@ def launch_conv_8bit() -> None:
         launch_convolution_8bit(C, N, has_front)
     launch_convolution_8bit(96, 96, True, residual=False)
     launch_convolution_8bit(192, 192, True, dtype=FP16)
-    bounds, q = meta(2, dtype=FP32), meta(1, 3, 62, 106, 96, dtype=torch.int8)
-    launch_of(REQUANTIZE)(q, bounds, bounds)
+    bounds = meta(2, dtype=FP32)
     for dtype, C in product((BF16, FP32), (96, 192, 256, 384, 512, 1024, 48)):
         x, gain, divisor = meta(1, 3, 60, 104, C, dtype=dtype), meta(C, dtype=dtype), meta(C, dtype=FP32)
-        for op in (MEASURE_NORM_SILU, QUANTIZE_NORM_SILU):
-            launch_of(op)(x, gain, divisor, bounds)
+        launch_of(MEASURE_NORM_SILU)(x, gain, divisor, bounds)
+        of_result = meta(C, dtype=FP32), meta(C, dtype=torch.int32), meta(C, dtype=dtype)
+        for front in (meta(1, 2, 62, 106, C, dtype=torch.int8), None):
+            launch_of(QUANTIZE_NORM_SILU)(x, gain, divisor, bounds, bounds, front, *of_result)
 
 
 def launch_convolution_8bit(
@@ -371,9 +372,8 @@ def launch_convolution_8bit(
     x, front = (meta(1, frames, 62, 106, C, dtype=torch.int8) for frames in (3, 2))
     shape, weight = (1, 3, 60, 104, C), meta(N, kt, 3, 3, C, dtype=torch.int8)
     spec = ConvSpec(device=x.device, dtype=dtype, eight_bits=(torch.int8,), shape=shape, weight_shape=weight.shape)
-    sums = meta(2, dtype=FP32), weight, meta(N, dtype=FP32), meta(N, dtype=torch.int32)
     old = meta(1, 3, 60, 104, N, dtype=dtype) if residual else None
-    CONV_8BIT.pick(spec).launch(x, *sums, meta(N, dtype=dtype), old, front if has_front else None)
+    CONV_8BIT.pick(spec).launch(x, meta(2, N, dtype=FP32), weight, dtype, old, front if has_front else None)
 
 
 def launch_of(op: Op) -> Callable:

@@ -36,7 +36,7 @@ from turbo_rcm_patch.kernels.rows.layer_norm_modulate import layer_norm_modulate
 from turbo_rcm_patch.kernels.rows.quantize_rows import quantize_rows
 from turbo_rcm_patch.kernels.rows.rms_norm_rope import rms_norm_rope
 from turbo_rcm_patch.kernels.rows.rms_norm_silu import rms_norm_silu
-from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
+from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU
 from turbo_rcm_patch.kernels.rows.skip import skip
 from turbo_rcm_patch.kernels.sparse_linear import sparse_linear_sm90
 from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import sparse_linear_attention
@@ -154,15 +154,14 @@ def launch_convolutions_of_8_bits(device: torch.device) -> None:
         x, gain = values(1, 4, 13, 21, C, dtype=dtype), values(C, dtype=dtype)
         divisor, before = values(C, dtype=FP32).abs() + 1, values(2, dtype=FP32).abs()
         bounds = launch_of(MEASURE_NORM_SILU)(x, gain, divisor, before)
-        q = launch_of(QUANTIZE_NORM_SILU)(x, gain, divisor, bounds)
-        front = q[:, :2].contiguous()
-        launch_of(REQUANTIZE)(front, before, bounds)
-        bias, residual = values(N, dtype=dtype), values(1, 4, 13, 21, N, dtype=dtype)
-        for kt, given in ((3, (residual, front)), (1, (None, None))):
-            weight = values(N, kt, 3, 3, C, dtype=INT8), values(N, dtype=FP32), values(N, dtype=torch.int32)
-            sizes = {"shape": (1, 4, 13, 21, C), "weight_shape": weight[0].shape}
+        of_result = values(N, dtype=FP32), values(N, dtype=torch.int32), values(N, dtype=dtype)
+        residual = values(1, 4, 13, 21, N, dtype=dtype)
+        for kt, front in ((3, values(1, 2, 15, 23, C, dtype=INT8)), (1, None)):
+            q, combined = launch_of(QUANTIZE_NORM_SILU)(x, gain, divisor, before, bounds, front, *of_result)
+            weight = values(N, kt, 3, 3, C, dtype=INT8)
+            sizes = {"shape": (1, 4, 13, 21, C), "weight_shape": weight.shape}
             spec = ConvSpec(device=x.device, dtype=dtype, eight_bits=(INT8,), **sizes)
-            CONV_8BIT.pick(spec).launch(q, bounds, *weight, bias, *given)
+            CONV_8BIT.pick(spec).launch(q, combined, weight, dtype, None if front is None else residual, front)
 
 
 def launch_linears_of_8_bits(device: torch.device) -> None:

@@ -62,6 +62,27 @@ def requantize(values: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> No
     values.copy_(_rounded((values.float() - old_zero) * (old_step / new_step) + new_zero))
 
 
+def combined(bounds: torch.Tensor, scale: torch.Tensor, total: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return [2, N] fp32: what the sums of a convolution with x in this range are multiplied by, and what is added.
+
+    scale, total: of its Weight8bit. bias: [N].
+    """
+    step, zero = step_and_zero_reference(bounds)
+    factor = step * scale
+    return torch.stack((factor, bias.float() - zero * factor * total))
+
+
+def quantize_for_convolution(
+    x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor,
+    before: torch.Tensor, bounds: torch.Tensor, front: torch.Tensor | None,
+    scale: torch.Tensor, total: torch.Tensor, bias: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return `quantize_norm_silu` and `combined`, and `requantize` the frames before x, if there are any."""
+    if front is not None:
+        requantize(front, before, bounds)
+    return quantize_norm_silu(x, weight, divisor, bounds), combined(bounds, scale, total, bias)
+
+
 def _normed(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     return reference.rms_norm_silu(x.float(), weight.float()) / divisor
 

@@ -7,7 +7,7 @@ from tests.kernels import gluon_on_cpu
 from tests.kernels.conv.test_conv_8bit import operands
 from tests.oracle import relative_error
 from turbo_rcm_patch.kernels.choice.registry import GLUON
-from turbo_rcm_patch.kernels.conv import conv_8bit, conv_sm90, conv_tiles
+from turbo_rcm_patch.kernels.conv import conv_sm90, conv_tiles
 from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT, convolve_reference
 from turbo_rcm_patch.kernels.linear import gemm_portable as gemm
 from turbo_rcm_patch.kernels.linear import gemm_sm90_kernel
@@ -24,17 +24,11 @@ SIZES = {
 }
 
 
-def combined(bounds, scale, total, bias):
-    """The factor and the addend of each channel, which a small kernel writes before the convolution runs."""
-    step, zero = conv_8bit.range_8bit.step_and_zero_reference(bounds)
-    return step * scale, bias.float() - zero * step * scale * total
-
-
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("name", SIZES)
 def test_every_step_and_tile(name, programs, monkeypatch):
-    x, bounds, values, scale, total, bias, residual, front = operands(*SIZES[name], dtype=torch.float16)[0]
-    factor, offset = combined(bounds, scale, total, bias)
+    x, combined, values, _, residual, front = operands(*SIZES[name], dtype=torch.float16)[0]
+    factor, offset = combined
     out, launched = torch.full_like(residual, torch.nan), []
     with monkeypatch.context() as patch:
         patch.setattr(conv_sm90, "launch_kernel", lambda *given, **options: launched.append((given, options)))
@@ -43,7 +37,7 @@ def test_every_step_and_tile(name, programs, monkeypatch):
         options.pop("num_warps")
         with gluon_on_cpu.on_cpu(monkeypatch, MODULES, programs, 0) as machine:
             gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, given), **options)
-    wide = convolve_reference(x, bounds, values, scale, total, bias.double(), residual.double(), front)
+    wide = convolve_reference(x, combined, values, torch.float64, residual, front)
     assert relative_error(out, wide) <= torch.finfo(torch.float16).eps
 
 
@@ -67,8 +61,7 @@ def test_matches_the_reference(name, dtype, sm_90, monkeypatch):
     for multiprocessors in (132, 2):
         monkeypatch.setattr(conv_sm90, "device_properties", lambda device, n=multiprocessors: ((9, 0), n))
         given = operands(*SIZES[name], device=sm_90, dtype=dtype)[0]
-        for residual in (given[6], None):
-            exact = None if residual is None else residual.double()
-            wide = convolve_reference(*given[:5], given[5].double(), exact, given[7])
-            actual = CONV_8BIT.named(GLUON).launch(*given[:6], residual, given[7])
+        for residual in (given[4], None):
+            wide = convolve_reference(*given[:3], torch.float64, residual, given[5])
+            actual = CONV_8BIT.named(GLUON).launch(*given[:4], residual, given[5])
             assert relative_error(actual, wide) <= torch.finfo(dtype).eps

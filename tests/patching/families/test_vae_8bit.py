@@ -16,7 +16,7 @@ from turbo_rcm_patch.kernels import ConvSpec, range_8bit
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE, TRITON, Kernel, Op
 from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT, convolve_reference
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
-from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
+from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU
 from turbo_rcm_patch.patching.families.vae import in_8_bits, steps
 from turbo_rcm_patch.patching.families.vae.chunks import decoding_bytes, weights_bytes
 from turbo_rcm_patch.patching.families.vae.classes import resnets_for_8_bits
@@ -29,16 +29,17 @@ WANTED = 42  # dB
 REFERENCES = {
     CONV_8BIT: convolve_reference,
     MEASURE_NORM_SILU: range_8bit.measure_norm_silu,
-    QUANTIZE_NORM_SILU: range_8bit.quantize_norm_silu,
-    REQUANTIZE: range_8bit.requantize,
+    QUANTIZE_NORM_SILU: range_8bit.quantize_for_convolution,
 }
 EMPTY = {  # results without values
-    CONV_8BIT: lambda x, *others: others[4].new_empty(*x.shape[:2], x.shape[2] - 2, x.shape[3] - 2, len(others[1])),
-    MEASURE_NORM_SILU: lambda x, weight, divisor, before: before.clone(),
-    QUANTIZE_NORM_SILU: lambda x, *others: x.new_empty(
-        *x.shape[:2], x.shape[2] + 2, x.shape[3] + 2, x.shape[4], dtype=torch.int8
+    CONV_8BIT: lambda x, combined, values, dtype, *_: x.new_empty(
+        *x.shape[:2], x.shape[2] - 2, x.shape[3] - 2, len(values), dtype=dtype
     ),
-    REQUANTIZE: lambda values, old, new: None,
+    MEASURE_NORM_SILU: lambda x, weight, divisor, before: before.clone(),
+    QUANTIZE_NORM_SILU: lambda x, *others: (
+        x.new_empty(*x.shape[:2], x.shape[2] + 2, x.shape[3] + 2, x.shape[4], dtype=torch.int8),
+        x.new_empty(2, len(others[-1]), dtype=torch.float32),
+    ),
 }
 SMALL = {"base_dim": 16, "dim_mult": [1] * 3, "temperal_downsample": [True, False]}
 
@@ -142,12 +143,15 @@ def test_which_convolutions_and_their_range(run_everywhere):
     """Those of the resnets after the first up block. A larger chunk enlarges the range, a smaller one leaves it."""
     convolved, ranges = [], []
 
-    def convolve(x, bounds, values, *others):
+    def convolve(x, combined, values, *others):
         convolved.append(values.shape)
-        ranges.append(bounds)
-        return convolve_reference(x, bounds, values, *others)
+        return convolve_reference(x, combined, values, *others)
 
-    run_everywhere({**REFERENCES, CONV_8BIT: convolve})
+    def quantize(x, weight, divisor, before, bounds, *others):
+        ranges.append(bounds)
+        return range_8bit.quantize_for_convolution(x, weight, divisor, before, bounds, *others)
+
+    run_everywhere({**REFERENCES, CONV_8BIT: convolve, QUANTIZE_NORM_SILU: quantize})
     vae, z = tiny_vae(**SMALL, num_res_blocks=2), tiny_latents(3, batch=1)
     chosen = [conv for resnet in resnets_for_8_bits(vae.decoder) for conv in (resnet.conv1, resnet.conv2)]
     assert len(chosen) == 2 * 3 * 2

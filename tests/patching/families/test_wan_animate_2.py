@@ -116,7 +116,9 @@ def test_attention_is_in_the_models_dtype_in_every_tier():
 
 
 def test_fit_does_not_know_its_memory():
-    pipe = SimpleNamespace(components={"transformer": tiny_family_transformer(NEW), "vae": torch.nn.Identity()})
+    pipe = SimpleNamespace(
+        config={}, components={"transformer": tiny_family_transformer(NEW), "vae": torch.nn.Identity()}
+    )
     with pytest.raises(ValueError, match="has a WanAnimate2Transformer3DModel, whose memory is not known"):
         trp.fit(pipe, height=32, width=48, num_frames=5)
 

@@ -4,9 +4,10 @@
     W · divisor ≈ values · scale          one scale for each channel of the result
     x ∗ W ≈ step · scale · (q ∗ values) − step · scale · zero · total
 
-The total is the sum of a channel's values, so that the last term is one number for each channel. x is stored with a
-pixel of zero around each image, so that this holds at the edges too. b, residual and the result have the model's dtype.
-The kernels are those of conv_skip.
+The total is the sum of a channel's values, so that the last term is one number for each channel. What a channel's sums
+are multiplied by and what is added, b included, come from rows/rms_norm_silu_8bit.py. x is stored with a pixel of zero
+around each image, so that this holds at the edges too. residual and the result have the model's dtype. The kernels are
+those of conv_skip.
 
 e4m3 errs more than twice as much, is summed with 14 bits on sm_90, and needs sm_89 (docs/designs.md).
 """
@@ -16,20 +17,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 
-from .. import range_8bit, reference
 from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, why_not_ours, why_not_reference
 from ..dispatch import kernels_op
-from ..launch import launch_kernel
 from ..quantized import INT8, quantize_reference
-from ..sizes import cdiv
 from . import conv_portable, conv_sm90
 from .conv_skip import ConvSpec
 
 ALIGNED = 16  # channels that TMA and vectors of 16 bytes need
-CHANNELS = 128  # for which a program combines the scales
 ROWS = 64  # of a weight that are quantised at a time
 
 
@@ -66,65 +62,50 @@ def quantize_conv_weight(weight: torch.Tensor, divisor: torch.Tensor) -> Weight8
 
 
 def convolve_reference(
-    x: torch.Tensor, bounds: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, total: torch.Tensor,
-    bias: torch.Tensor, residual: torch.Tensor | None, front: torch.Tensor | None,
+    x: torch.Tensor, combined: torch.Tensor, values: torch.Tensor, dtype: torch.dtype,
+    residual: torch.Tensor | None, front: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """``residual + (x ∗ W + b)`` in plain torch: x and front dequantised, and convolved in fp32."""
-    inner = (slice(None), slice(None), slice(1, -1), slice(1, -1))
-    x, front = (None if part is None else range_8bit.dequantize(part[inner], bounds) for part in (x, front))
-    weight = values.float() * scale[:, None, None, None, None]
-    residual = None if residual is None else residual.float()
-    return reference.conv_skip(x, weight, bias.float(), residual, front).to(bias.dtype)
+    """``residual + factor · (x ∗ values) + offset`` in plain torch, with exact sums."""
+    x = x if front is None else torch.cat((front, x), 1)
+    sums = F.conv3d(*(part.permute(0, 4, 1, 2, 3).double() for part in (x, values))).permute(0, 2, 3, 4, 1)
+    factor, offset = combined.double()
+    y = factor * sums + offset
+    return (y if residual is None else residual.double() + y).to(dtype)
 
 
 @kernels_op("conv_8bit")
 def _conv_8bit(
     x: torch.Tensor,
-    bounds: torch.Tensor,
+    combined: torch.Tensor,
     values: torch.Tensor,
-    scale: torch.Tensor,
-    total: torch.Tensor,
-    bias: torch.Tensor,
+    dtype: torch.dtype,
     residual: torch.Tensor | None,
     front: torch.Tensor | None,
 ) -> torch.Tensor:
     B, T, H, W, _ = x.shape
     T = T if front is not None else T - values.shape[1] + 1
-    return bias.new_empty(B, T, H - 2, W - 2, len(values))
+    return x.new_empty(B, T, H - 2, W - 2, len(values), dtype=dtype)
 
 
-def _launch_gluon(x, bounds, values, scale, total, bias, residual, front):
+def _launch_gluon(x, combined, values, dtype, residual, front):
     """Launch the kernel for sm_90, or the portable one if operands are not aligned. Takes `_conv_8bit`'s arguments."""
-    return _launch(conv_sm90.launch, x, bounds, values, scale, total, bias, residual, front)
+    return _launch(conv_sm90.launch, x, combined, values, dtype, residual, front)
 
 
-def _launch_portable(x, bounds, values, scale, total, bias, residual, front):
-    return _launch(conv_portable.launch, x, bounds, values, scale, total, bias, residual, front)
+def _launch_portable(x, combined, values, dtype, residual, front):
+    return _launch(conv_portable.launch, x, combined, values, dtype, residual, front)
 
 
-def _launch(launch, x, bounds, values, scale, total, bias, residual, front):
+def _launch(launch, x, combined, values, dtype, residual, front):
     B, T, H, W, _ = x.shape
-    out = bias.new_empty(B, T if front is not None else T - values.shape[1] + 1, H - 2, W - 2, len(values))
+    T = T if front is not None else T - values.shape[1] + 1
+    out = x.new_empty(B, T, H - 2, W - 2, len(values), dtype=dtype)
     residual = None if residual is None else residual.contiguous()
     if launch is conv_sm90.launch and not conv_sm90.fits_tma(x, front, values, residual):
         launch = conv_portable.launch
-    factor, offset = (torch.empty_like(scale) for _ in range(2))
-    operands = bounds, scale, total, bias.contiguous(), factor, offset, len(scale)
-    launch_kernel(_combine_kernel, (cdiv(len(scale), CHANNELS),), *operands, BLOCK=CHANNELS, num_warps=1)
+    factor, offset = combined
     launch(x, front, values, offset, residual, out, False, 1, factor)
     return out
-
-
-@triton.jit
-def _combine_kernel(bounds, scale, total, bias, factor, offset, N, BLOCK: tl.constexpr):
-    """Write what the sums are multiplied by, and what is added then."""
-    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = channels < N
-    step, zero = range_8bit.step_and_zero(tl.load(bounds), tl.load(bounds + 1))
-    of_channel = step * tl.load(scale + channels, mask=mask)
-    added = tl.load(bias + channels, mask=mask).to(tl.float32)
-    tl.store(factor + channels, of_channel, mask=mask)
-    tl.store(offset + channels, added - zero * of_channel * tl.load(total + channels, mask=mask), mask=mask)
 
 
 def _why_not(spec: ConvSpec) -> str | None:
@@ -139,7 +120,8 @@ def _why_not_gluon(spec: ConvSpec) -> str | None:
 
 
 # The spec's dtype is the result's, and its shape x's without the frames before it and without the pixels around images.
-# Arguments: x, its range, the parts of a Weight8bit, bias [N], residual or None, front or None, as of conv_skip.
+# Arguments: x, the factor and the addend of each channel [2, N] fp32, the weight's values, the result's dtype, residual
+# or None, front or None, as of conv_skip.
 CONV_8BIT = Op(
     "conv_8bit",
     (

@@ -6,6 +6,9 @@
 One range holds for all frames and channels, and grows from chunk to chunk of a video. The divisor, one for each
 channel, makes channels alike, and the convolution's weight is multiplied by it. Images are stored with one more pixel
 on each side, which stands for zero: [B, T, H + 2, W + 2, C]. So the convolution needs no correction at the edges.
+
+The kernel that writes int8 also moves the frames before the chunk to the new range, and prepares the convolution's
+result. So a convolution is three launches, because small ones take the host longer than the GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ from .. import range_8bit
 from ..choice.registry import triton_or_reference
 from ..dispatch import kernel_op
 from ..launch import launch_kernel
-from ..sizes import cdiv, next_power_of_2
+from ..sizes import next_power_of_2
 from .quantize_rows import ROUNDING
 from .rms_norm_silu import PROGRAMS, normalize, rows_of, silu
 from .row_tiles import row_grid, row_tile
 
-ELEMENTS = 4096  # that a program rounds anew
+ELEMENTS = tl.constexpr(4096)  # that a program rounds anew at a time
+CHANNELS = tl.constexpr(128)  # of the convolution's result that a program prepares at a time
 NEGATED = tl.constexpr(-(1 << 31))  # the bit that changes a float's sign
 
 
@@ -42,32 +46,28 @@ def _(x, weight, divisor, before):
     return torch.empty_like(before)
 
 
-@kernel_op("quantize_norm_silu")
-def _quantize(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+@kernel_op("quantize_norm_silu", mutates_args=("front",))
+def _quantize(
+    x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor,
+    before: torch.Tensor, bounds: torch.Tensor, front: torch.Tensor | None,
+    scale: torch.Tensor, total: torch.Tensor, bias: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     B, T, H, W, C = x.shape
     out = x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8)
+    combined = scale.new_empty(2, len(scale))
     rows, tile, grid, operands = _operands(x, weight, divisor)
     S = T * (H + 2) * (W + 2)
     arguments = (*operands, bounds, out, S, C, H, W, rows.stride(0), rows.stride(1), C**0.5)
-    launch_kernel(_quantize_kernel, grid(S), *arguments, **tile)
-    return out
+    moved = before, front, 0 if front is None else front.numel()
+    of_result = scale, total, bias.contiguous(), combined, len(scale)
+    launch_kernel(_quantize_kernel, grid(S), *arguments, *moved, *of_result, **tile)
+    return out, combined
 
 
 @_quantize.register_fake
-def _(x, weight, divisor, bounds):
+def _(x, weight, divisor, before, bounds, front, scale, total, bias):
     B, T, H, W, C = x.shape
-    return x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8)
-
-
-@kernel_op("requantize", mutates_args=("values",))
-def _requantize(values: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
-    grid = (cdiv(values.numel(), ELEMENTS),)
-    launch_kernel(_requantize_kernel, grid, values, old, new, values.numel(), BLOCK=ELEMENTS, num_warps=4)
-
-
-@_requantize.register_fake
-def _(values, old, new):
-    pass
+    return x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8), scale.new_empty(2, len(scale))
 
 
 def _operands(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor):
@@ -85,10 +85,10 @@ def _operands(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor):
 
 # (x [B, T, H, W, C], weight [C], divisor [C] fp32, before [2] fp32) -> the range [2] that holds v and the one before.
 MEASURE_NORM_SILU = triton_or_reference("measure_norm_silu", _measure, range_8bit.measure_norm_silu)
-# (x, weight, divisor, range) -> q [B, T, H + 2, W + 2, C] int8, contiguous.
-QUANTIZE_NORM_SILU = triton_or_reference("quantize_norm_silu", _quantize, range_8bit.quantize_norm_silu)
-# (values int8, contiguous, their range, another range that holds theirs): the values move to the other range, in place.
-REQUANTIZE = triton_or_reference("requantize", _requantize, range_8bit.requantize)
+# (x, weight, divisor, range of the frames before, range that holds it and x's, frames before [B, 2, H + 2, W + 2, C] or
+# None, scale and total of a Weight8bit, bias [N]) -> q [B, T, H + 2, W + 2, C] int8, contiguous, and the two rows of
+# range_8bit.combined [2, N] fp32. The frames before are int8 and contiguous, and move to the new range in place.
+QUANTIZE_NORM_SILU = triton_or_reference("quantize_norm_silu", _quantize, range_8bit.quantize_for_convolution)
 
 
 @triton.jit(do_not_specialize=("S",))
@@ -120,12 +120,13 @@ def _measure_kernel(
     tl.atomic_max(bounds + 1, tl.max(below))
 
 
-@triton.jit(do_not_specialize=("S", "H", "W"))
+@triton.jit(do_not_specialize=("S", "H", "W", "front_count"))
 def _quantize_kernel(
     x, weight, divisor, bounds, out, S, C, H, W, x_stride_b, x_stride_s, scale,
+    before, front, front_count, weight_scale, total, bias, combined, N,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """S: the rows of a sample of out, T · (H + 2) · (W + 2)."""
+    """S: the rows of a sample of out, T · (H + 2) · (W + 2). front_count: the values of front."""
     sample = tl.program_id(1).to(tl.int64)
     x += sample * x_stride_b
     out += sample * S * C
@@ -146,19 +147,41 @@ def _quantize_kernel(
         q = _round(silu(y) * factor + zero)
         mask = (rows < S)[:, None] & column_mask[None, :]
         tl.store(out + rows.to(tl.int64)[:, None] * C + columns[None, :], q, mask=mask)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if front is not None:
+        _requantize(front, before, bounds, front_count, program)
+    if program == 0:
+        _combine(bounds, weight_scale, total, bias, combined, N)
 
 
 @triton.jit
-def _requantize_kernel(values, old, new, count, BLOCK: tl.constexpr):
+def _requantize(values, old, new, count, program):
+    """Move values of a range to another that holds it, all programs together."""
     largest, below = tl.load(old), tl.load(old + 1)
     new_largest, new_below = tl.load(new), tl.load(new + 1)
     if (largest != new_largest) | (below != new_below):  # most chunks of a video do not exceed the range
-        places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = places < count
         step, zero = range_8bit.step_and_zero(largest, below)
         new_step, new_zero = range_8bit.step_and_zero(new_largest, new_below)
-        v = tl.load(values + places, mask=mask, other=0).to(tl.float32) - zero
-        tl.store(values + places, _round(v * (step / new_step) + new_zero), mask=mask)
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        for block in range(program, tl.cdiv(count, ELEMENTS), programs):
+            places = tl.cast(block, tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+            mask = places < count
+            v = tl.load(values + places, mask=mask, other=0).to(tl.float32) - zero
+            tl.store(values + places, _round(v * (step / new_step) + new_zero), mask=mask)
+
+
+@triton.jit
+def _combine(bounds, scale, total, bias, combined, N):
+    """Write the factor and the addend of each channel of the convolution's result."""
+    step, zero = range_8bit.step_and_zero(tl.load(bounds), tl.load(bounds + 1))
+    for first in range(0, N, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        mask = channels < N
+        factor = step * tl.load(scale + channels, mask=mask, other=0.0)
+        added = tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
+        tl.store(combined + channels, factor, mask=mask)
+        sums = tl.load(total + channels, mask=mask, other=0)
+        tl.store(combined + N + channels, added - zero * factor * sums, mask=mask)
 
 
 @triton.jit

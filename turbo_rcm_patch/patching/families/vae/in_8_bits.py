@@ -20,7 +20,7 @@ from .... import kernels
 from ....config import VAE_8BIT
 from ....kernels.conv.conv_8bit import CONV_8BIT, Weight8bit, channel_divisor, quantize_conv_weight
 from ....kernels.range_8bit import EMPTY
-from ....kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU, REQUANTIZE
+from ....kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU
 from ...steps.plan import Call
 from .classes import resnets_for_8_bits
 from .layers import with_last_frames
@@ -30,12 +30,16 @@ SIZE = (1, 4, 64, 64)  # B, T, H, W of an input: whether a kernel takes it does 
 
 
 class _Input(NamedTuple):
-    """The state of one convolution's input during a decode. front is None for an image: nothing comes before it."""
+    """The state of one convolution's input during a decode. front is None for an image: nothing comes before it.
+
+    combined: of the chunk that is convolved next. None: before the first chunk.
+    """
 
     divisor: torch.Tensor
     bounds: torch.Tensor
     weight: Weight8bit
     front: torch.Tensor | None
+    combined: torch.Tensor | None = None
 
 
 def in_8_bits(decoder: nn.Module, call: Call) -> tuple[frozenset[nn.Module], str | None]:
@@ -69,25 +73,25 @@ class Convolutions8bit:
     def __init__(self, plan: VaePlan, *, is_image: bool):
         self._plan, self._is_image = plan, is_image
         self._inputs: dict[nn.Module, _Input] = {}
-        ops = (MEASURE_NORM_SILU, REQUANTIZE, QUANTIZE_NORM_SILU)
-        self._measure, self._requantize, self._quantize = (plan.call.pick(op).launch for op in ops)
+        self._measure, self._quantize = (plan.call.pick(op).launch for op in (MEASURE_NORM_SILU, QUANTIZE_NORM_SILU))
 
     def quantized(self, norm: nn.Module, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm and SiLU of x [B, T, H, W, C] in 8 bits: a convolution's input, with a pixel around images."""
         gain = norm.gamma.flatten()
         known = self._inputs.get(conv) or self._begin(conv, gain, x)
         bounds = self._measure(x, gain, known.divisor, known.bounds)
-        if known.front is not None:
-            self._requantize(known.front, known.bounds, bounds)
-        self._inputs[conv] = known._replace(bounds=bounds)
-        return self._quantize(x, gain, known.divisor, bounds)
+        of_result = known.weight.scale, known.weight.total, conv.bias
+        given = x, gain, known.divisor, known.bounds, bounds, known.front, *of_result
+        values, combined = self._quantize(*given)
+        self._inputs[conv] = known._replace(bounds=bounds, combined=combined)
+        return values
 
     def convolve(self, conv: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``residual + conv(x)``, for x from `quantized`."""
         B, T, H, W, C = x.shape
         step = self._plan.convolution_8bit(conv, (B, T, H - 2, W - 2, C), self._is_image)
         known = self._inputs[conv]
-        y = step.run(x, known.bounds, *known.weight, conv.bias, residual, known.front)
+        y = step.run(x, known.combined, known.weight.values, conv.bias.dtype, residual, known.front)
         if known.front is not None:
             self._inputs[conv] = known._replace(front=with_last_frames(known.front, x))
         return y
