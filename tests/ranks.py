@@ -22,7 +22,7 @@ import turbo_rcm_patch.patching.apply
 
 RANKS = 2
 _forked = []  # the connection to the process that forks the ranks, if there is one
-# What takes most of a new process's time.
+# The imports that take most of a new process's time.
 IMPORTS = [module.__name__ for module in (torch._dynamo, tests.tiny_wan, turbo_rcm_patch.patching.apply)]
 
 

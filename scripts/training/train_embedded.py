@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, with a checkpoint")
     parser.add_argument("--until", choices=STEPS, default="student", help="the last stage to run")
-    parser.add_argument("--fraction", type=float, default=1.0, help="of all steps, to try the script")
+    parser.add_argument("--fraction", type=float, default=1.0, help="the share of all steps to make, to try the script")
     options = parser.parse_args(argv)
     run = Run(options.output, options.seed, options.minutes)
     try:

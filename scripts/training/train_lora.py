@@ -57,9 +57,9 @@ def main(argv: list[str] | None = None) -> int:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the LoRA")
-    parser.add_argument("--updates", type=int, default=UPDATES, help=f"of the training (default {UPDATES})")
+    parser.add_argument("--updates", type=int, default=UPDATES, help=f"updates of the training (default {UPDATES})")
     parser.add_argument("-n", type=int, default=32, help="captions to count with (default 32)")
-    parser.add_argument("--seed", type=int, default=0, help="of captions, noise and weights (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of captions, noise and weights (default 0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=json_file, required=True, help="file for the counts")
     return parser.parse_args(argv)

@@ -110,14 +110,14 @@ def test_a_patch_that_errs_more_is_not_timed(pipe, monkeypatch):
 
 
 def _one_generation(generate):
-    """The one that shows the oracle its inputs."""
+    """Return ``generate``, which fails at its second call. The first call shows the oracle its inputs."""
     left = [generate]
     return lambda *args, **kwargs: left.pop()(*args, **kwargs)
 
 
 @pytest.mark.parametrize(("recorded", "generations"), [(0, 3), (2, 9)])
 def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, recorded, generations):
-    """One graph in each generation after the patch, until there are so many."""
+    """Each generation after the patch records one graph, until there are as many as ``recorded``."""
     made, before = [], {}
 
     def counted(pipe, **call):

@@ -153,7 +153,7 @@ def test_psnr_is_the_mean_over_frames_and_videos():
 
 def test_what_is_drawn_wrong_is_counted_wrong_at_the_steps_where_it_is():
     def draw(scene, steps):
-        """Few steps: everything gray behind, and the first object alone."""
+        """Return the scene, but with few steps a gray background and only the first object."""
         return scene if steps == 4 else replace(scene, objects=scene.objects[:1], background="gray")
 
     scenes = held_out_scenes(3)
@@ -293,7 +293,8 @@ def test_accuracy_of_too_little():
 
 
 def test_a_change_is_of_the_same_videos():
-    """Two of ten answers more; how hard the captions are does not count, but how differently they change does."""
+    """Two more of ten answers are right. The error comes from how differently the videos change, not from how hard
+    their captions are."""
     assert Change.between([(0, 5), (3, 5)], [(1, 5), (4, 5)]) == Change(0.2, 0.0)
     change = Change.between([(0, 5), (3, 5)], [(0, 5), (5, 5)])
     assert change.share == pytest.approx(0.2)
@@ -305,7 +306,7 @@ def test_the_change_from_the_unpatched_run_is_of_as_many_steps():
     pipe = Renderer()
 
     def draw(scene, steps):
-        """Right but where it is exactly patched, in one step: there the second object is missing."""
+        """Return the scene, but without its second object for the exact patch in one step."""
         is_wrong = steps == 1 and pipe.offset == pytest.approx(0.001)
         return replace(scene, objects=scene.objects[:1]) if is_wrong else scene
 

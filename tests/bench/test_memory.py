@@ -98,7 +98,7 @@ def least_of(tier, frames, beside=checking_stages, count=components_of):
 
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "wan2.1-14b", "wan2.2-5b"])
 def test_a_search_also_has_the_oracles_output(name):
-    """And the transformer's inputs and outputs, and in 1.3B's search the exact tier's tensors."""
+    """It also has the transformer's inputs and outputs, and for 1.3B the exact tier's tensors."""
     ((_, patched),) = models_by_preset(name, preset="quantized")
     search, check = next(searching_stages(patched, VIDEO)), next(checking_stages(patched, VIDEO))
     config = patched.models["transformer"].config

@@ -145,7 +145,7 @@ def test_both_experts_have_to_be_in_8_bits(tmp_path, capsys):
 
 
 def test_a_single_file_is_loaded_as_diffusers_does(saved_models, tmp_path, monkeypatch):
-    """In its authors' names, for the config of the pipeline's transformer."""
+    """The file has its authors' names. The config is that of the pipeline's transformer."""
     model = tiny_wan_transformer(seed=5)
     save_file(
         {name: tensor.contiguous() for name, tensor in official_state_dict(model).items()}, tmp_path / "wan.safetensors"

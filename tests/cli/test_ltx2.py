@@ -117,7 +117,7 @@ def test_turbot2avs_file_takes_the_transformers_place(model, tmp_path, capsys):
 
 
 def test_an_image_needs_pyav(tmp_path, capsys, monkeypatch):
-    """Which diffusers would ask for when the model is loaded and on the GPU."""
+    """Without this check diffusers would ask for it only when the model is loaded and on the GPU."""
     (tmp_path / "model_index.json").write_text('{"_class_name": "LTX2ImageToVideoPipeline"}')
     Image.new("RGB", (96, 64)).save(tmp_path / "image.png")
     options = ["--model", tmp_path, "--image", tmp_path / "image.png", *OPTIONS]

@@ -37,7 +37,7 @@ def test_verify_builds_a_config(tmp_path, capsys):
 
 @pytest.mark.usefixtures("cpu_as_a_gpu", "everything_streams")
 def test_verify_with_vram_finds_the_same(saved_models, tmp_path, capsys):
-    """In the exact tier; the search below is in the quantized one."""
+    """The tier is the exact one. The search below runs in the quantized tier."""
     found = []
     for vram in ([], ["--vram", "10GB"]):
         options = ["--model", str(saved_models / "t2v"), "--json", str(tmp_path / "verify.json")]

@@ -137,7 +137,7 @@ def test_generate_writes_the_same_video_while_it_is_decoded_and_after(tmp_path, 
 
 
 def test_no_python_runs_in_the_forked_encoder(tmp_path, monkeypatch):
-    """In a process with threads, as the page's, that has crashed."""
+    """Python between fork and exec has crashed a process with threads, such as the page's."""
     started, popen = [], subprocess.Popen
 
     def start(command, **options):

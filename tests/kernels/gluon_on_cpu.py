@@ -2,8 +2,8 @@
 
 Triton's interpreter does not take Gluon. This is no model of the hardware's speed or layouts, but of what a kernel may
 rely on: mbarriers with their phases, and asynchronous work, which takes effect as late as allowed. A product reads its
-operands when it is waited for. So does a store its buffer. A load may arrive at any time until its barrier tells. A
-hand-over that is missing or too early gives a wrong result or a deadlock, which raises.
+operands when it is waited for, and a store its buffer. A load may arrive at any time until its barrier completes. A
+hand-over that is missing or too early gives a wrong result, or a deadlock, which raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Deadlock(Exception):
 
 
 class Barrier:
-    """An mbarrier. errors: of all roles; who waits for one that has failed gives up."""
+    """An mbarrier. errors: the errors of all roles. If there is one, a role that waits here gives up."""
 
     def __init__(self, errors):
         self.errors = errors
@@ -59,7 +59,7 @@ class Barrier:
 
 
 class Dtype(str):
-    """A dtype, which is its name. Values are in fp16 whatever it is."""
+    """A dtype, by its name. Values are in fp16 for every dtype."""
 
     @property
     def primitive_bitwidth(self):
@@ -196,7 +196,7 @@ class Descriptor:
 
 
 class Machine:
-    """One run of a kernel: what its module's names stand for."""
+    """One run of a kernel. It holds the stand-ins for the names in the kernel's module."""
 
     def __init__(self, programs, seed):
         self.programs, self.random = programs, random.Random(seed)
@@ -334,9 +334,9 @@ class Machine:
 
 @contextlib.contextmanager
 def on_cpu(monkeypatch, modules, programs, seed=0, **names):
-    """Within it the functions of modules of Gluon run on the CPU, as so many programs. Yields the Machine.
+    """A context in which the Gluon functions of these modules run on the CPU. Yields the Machine.
 
-    names: other stand-ins for names of the modules.
+    programs: how many a kernel is launched as. names: other stand-ins for names of the modules.
     """
     machine = Machine(programs, seed)
     with monkeypatch.context() as patch:
@@ -353,7 +353,7 @@ def on_cpu(monkeypatch, modules, programs, seed=0, **names):
 
 
 def run(machine, kernel, *arguments, **constants):
-    """Every program of a kernel, one after the other."""
+    """Run every program of a kernel, one after the other."""
     for program in range(machine.programs):
         machine.program = program
         kernel(*arguments, **constants)

@@ -21,7 +21,7 @@ def ptxas_for_sm_90() -> str:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Binds the GEMM's as for a GPU of sm_90, with what is to compile it, and returns what then does."""
+    """A function that binds the GEMM for sm_90 to a compile function. It returns the function that compiles then."""
     for name in ("compile", "CompiledKernel", "ASTSource"):  # what binding sets
         monkeypatch.setattr(gemm_kernel, name, getattr(gemm_kernel, name, None), raising=False)
 
@@ -60,7 +60,7 @@ def test_not_after_an_error(kernel):
 
 @since_3_9
 def test_other_threads_take_their_own_meanwhile(kernel):
-    """Their kernels ask for the ptxas twice: for the version of PTX, and for what assembles that."""
+    """A kernel asks for the ptxas twice: for the version of PTX, and to assemble it."""
     before, seen = ptxas_for_sm_90(), {}
 
     def compile():

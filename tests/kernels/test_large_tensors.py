@@ -22,7 +22,7 @@ COLUMNS = 16
 
 @pytest.fixture
 def memory():
-    """fp16 from FAR elements before the tensors on: an offset that wraps finds other elements instead of no memory."""
+    """Memory in fp16 with FAR elements before the tensors, so that an offset that wraps reads wrong elements."""
     return torch.empty(2 * FAR + 2**20, dtype=torch.float16)
 
 

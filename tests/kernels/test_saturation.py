@@ -17,7 +17,7 @@ heard = []
 
 @contextlib.contextmanager
 def listening():
-    """Within it `tells` is of what ran within it."""
+    """A context in which `tells` is about the ops that ran in it."""
     heard.append(Saturation())
     with heard[-1].listening():
         yield
@@ -31,7 +31,7 @@ def _listening():
 
 
 def run(op, residual, implementation, **options):
-    """residual [B, S, C] and zeros added to it, by either op."""
+    """Return the residual [B, S, C] with zeros added by one of the ops."""
     options = {"dtype": torch.float16, "implementation": implementation, **options}
     if op == "skip":
         return skip(residual, torch.zeros_like(residual), **options)
@@ -76,7 +76,7 @@ def test_the_largest_number_is_no_saturation_and_nan_stays(op, implementation, d
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
 @pytest.mark.parametrize("op", ["skip", "linear_skip"])
 def test_plain_results_overflow_as_ever(op, implementation, device):
-    """fp16 of scale 1 as in an fp16 model, and dtypes with room."""
+    """Such results are fp16 of scale 1, as in an fp16 model, and dtypes that hold larger values."""
     device = torch_device(device)
     residual = torch.full((1, 3, 5), 1e7, device=device)
     assert run(op, residual, implementation).isposinf().all()

@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, folder: Path, seed: int, minutes: float = math.inf):
         self.folder, self.seed = folder, seed
-        # Without its cache: weights cast outside a CUDA graph would be the old ones in every replay.
+        # Autocast without its cache: else every replay of a CUDA graph would take weights that were cast before.
         self.accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)])
         self.device = self.accelerator.device
         self._deadline = time.monotonic() + 60 * minutes
@@ -68,7 +68,7 @@ class Run:
 class Stage:
     """A stage's loop. Every step has its own seed, so an interrupted run goes on as if it had not been.
 
-    On a GPU that holds but for the few steps that warm up a graph.
+    On a GPU the few steps that warm up a CUDA graph are an exception.
 
     parts: everything with a ``state_dict`` that changes. The checkpoint is ``<name>.pt`` in the run's folder.
     """
@@ -144,7 +144,7 @@ class Average(torch.nn.Module):
 class GraphedStep:
     """A training step whose many small launches are replayed as one CUDA graph; on a CPU it is just called.
 
-    step: takes tensors of always the same shapes, returns tensors, and never waits for the GPU. Its first call also
+    step: takes tensors whose shapes never change, returns tensors, and never waits for the GPU. The first call also
     runs it three times to warm up.
     """
 

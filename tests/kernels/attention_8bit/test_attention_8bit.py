@@ -36,8 +36,11 @@ def oracle(q, k, v, heads):
 
 
 def assert_as_good(actual, defined, exact):
-    """The kernel rounds as the definition does, but relative to a row's maximum so far: as large an error, not the
-    same. A tenth more is above what chance gives, of 64 values and more."""
+    """Assert that the kernel's error is about as large as the definition's.
+
+    The kernel rounds weights relative to a row's maximum so far, so the two errors differ. With 64 values and more
+    chance makes them differ by less than a tenth.
+    """
     resolution = torch.finfo(actual.dtype).eps
     assert actual.isfinite().all()
     assert relative_error(actual, exact) <= 1.1 * relative_error(defined, exact) + resolution
@@ -88,7 +91,7 @@ def test_the_skip_of_tiles_whose_keys_are_cut(kinds, dtype):
 
 
 def assert_skip(qkv, residual, c_skip, c_out):
-    """The skip of the same kernel's attention. Both are rounded, by half of eps each."""
+    """Compare with the skip of the same kernel's attention alone. Each of the two is rounded, by half of eps."""
     dtype = residual.dtype
     out = attention_8bit(qkv, residual=residual, c_skip=c_skip, c_out=c_out, implementation="triton")
     alone = attention_8bit(qkv, result=dtype, implementation="triton")

@@ -65,7 +65,7 @@ def test_the_lists_are_the_definitions(device, mass):
         (7, (192, 128)),
     ):
         shares = (3 * torch.randn(2, 2, query_blocks, key_blocks)).softmax(-1)
-        shares[0, 0, 0, 1:] = 0  # as of scores that underflow
+        shares[0, 0, 0, 1:] = 0  # as for scores that underflow
         shares[0, 0, 1] = 1 / key_blocks
         shares = shares.to(torch_device(device))
         actual = definition.Lists(*block_sparse_map._keep(shares, mass, block_q, block_k))
@@ -106,7 +106,7 @@ def test_matches_the_reference(device, shape):
                 block_sparse_attention_8bit(qkv, **options, implementation=i) for i in ("triton", "torch")
             )
             assert (actual.shape, actual.dtype) == (exact.shape, dtype)
-            # It rounds weights as the definition, but relative to a row's maximum so far: as large an error.
+            # It rounds weights relative to a row's maximum so far: its error is another one, but as large.
             limit = 1.1 * relative_error(defined, exact) + torch.finfo(dtype).eps
             assert relative_error(actual, exact) <= limit
 
@@ -121,7 +121,7 @@ def test_keys_far_from_zero_keep_the_same_blocks(device):
 
 
 def test_the_result_is_divided_by_its_scale(device):
-    """In fp32 here: Triton's interpreter rounds to e4m3 wrongly."""
+    """The result is in fp32, because Triton's interpreter rounds to e4m3 wrongly."""
     q, k, v = inputs(device, torch.float32, 2, 130, 2, 64)
     qkv = in_8_bits(q, k, v)
     plain, scaled = (
@@ -134,7 +134,7 @@ def test_the_result_is_divided_by_its_scale(device):
 
 @pytest.mark.parametrize("outlier", [1, 100])
 def test_e4m3_results(device, outlier):
-    """They err as rows that a pass of its own rounds, also beside one large channel."""
+    """Their error is that of rows which a separate pass rounds, also with one large channel."""
     q, k, v = inputs(device, torch.float32, 2, 400, 2, 64)
     v[:, :, 0, 0] *= outlier
     qkv = in_8_bits(q, k, v, None)
@@ -258,7 +258,7 @@ def test_custom_op_contracts(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantized", [False, True])
 def test_at_full_size(quantized):
-    """Wan's 12 heads and 32,760 tokens: of some rows against fp64 over what the kernels keep, which is as defined."""
+    """Compare some rows of Wan's 12 heads and 32,760 tokens with fp64 over the blocks that the definition keeps."""
     q, k, v = (x.to("cuda", torch.bfloat16) for x in structured(1, 32760, 12, 128, torch.float32))
     out = (
         block_sparse_attention_8bit(in_8_bits(q, k, v, None), mass=0.5)

@@ -28,7 +28,7 @@ def means(device, dtype, B, S, H, D, block_q, block_k):
 
 
 def assert_as_defined(device, dtype, shape):
-    """fp32 sums of the means' own values: p errs no more than the definition in fp32, whatever the means' dtype."""
+    """Assert that p errs no more than the definition in fp32. The kernel adds up in fp32 for every dtype of means."""
     pooled, options = means(device, dtype, *shape), (shape[3] ** -0.5, shape[1], *shape[4:])
     actual = estimate_blocks(*pooled, *options)
     exact = definition.estimate(*(x.double() for x in pooled), *options)

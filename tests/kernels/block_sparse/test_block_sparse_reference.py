@@ -113,7 +113,7 @@ def test_more_mass_keeps_more_blocks_and_errs_less():
 
 
 def test_the_left_out_blocks_stand_for_themselves():
-    """With equal keys every block has its exact share, and the result is dense, whichever blocks are kept."""
+    """If keys are equal, every block has its exact share, and the result is dense whichever blocks are kept."""
     q, k, v = inputs(1, 128, 2, 16)
     k = k[:, :1].expand_as(k)
     out = definition.block_sparse_attention(
@@ -135,7 +135,7 @@ def test_8_bits_cost_what_they_cost_dense_attention(v_format):
     actual = definition.block_sparse_attention_8bit(*qkv, 1.0, 64, 64)
     assert actual.dtype == torch.float32
     assert 1e-4 < relative_error(actual, exact) <= 4.1e-2
-    # What is kept of rounded q and k may differ, and with it the output, by what is left out.
+    # With rounded q and k other blocks may be kept, and the output then differs by those that are left out.
     sparse = definition.block_sparse_attention_8bit(*qkv, 0.9, 64, 64)
     exact = definition.block_sparse_attention(*(x.double() for x in (q, k, v)), 0.9, 64, 64)
     assert relative_error(sparse, exact) <= 0.1
@@ -189,7 +189,7 @@ def test_the_estimate_keeps_two_matrices_at_a_time():
 
 
 def test_what_keys_have_in_common_costs_the_estimate_no_digits():
-    """No softmax sees it; rounded to bf16 with it, the keys' means would be all alike."""
+    """The keys share 200, which no softmax notices. With it their means would all be rounded to the same in bf16."""
     q, k, _ = (x.bfloat16() for x in inputs(1, 300, 1, 16, torch.float32))
     k = k + 200
     actual, exact = (definition.lists(x, y, 1e-9, 32, 16) for x, y in ((q, k), (q.double(), k.double())))

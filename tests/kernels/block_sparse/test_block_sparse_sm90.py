@@ -55,7 +55,7 @@ def drawn_lists(qkv: QuantizedQKV) -> Lists:
 
 
 def defined(qkv: QuantizedQKV, found: Lists, *, exactly: bool) -> torch.Tensor:
-    """The definition's result of lists; exactly: of the values in 8 bits, with weights that nothing rounds."""
+    """Return the definition's result for these lists. exactly: True to leave the softmax's weights unrounded."""
     q, k = qkv.dequantize_qk()
     q, k, v = (x.double() if exactly else x for x in (q, k, qkv.dequantize_v()))
     of_exact = found._replace(left=found.left.to(q.dtype), kept_share=found.kept_share.to(q.dtype))
@@ -70,7 +70,7 @@ def defined(qkv: QuantizedQKV, found: Lists, *, exactly: bool) -> torch.Tensor:
 
 
 def assert_as_good(actual: torch.Tensor, qkv: QuantizedQKV, found: Lists):
-    """Weights are rounded relative to a row's maximum so far: as large an error as the definition's."""
+    """Allow 1.1 times the definition's error: weights are rounded relative to a row's maximum so far."""
     exact, rounded = (defined(qkv, found, exactly=exactly) for exactly in (True, False))
     limit = 1.1 * relative_error(rounded, exact) + torch.finfo(actual.dtype).eps
     assert relative_error(actual, exact) <= limit
@@ -123,7 +123,7 @@ def test_values_in_fp16_take_the_portable_kernels_blocks():
 
 
 class NamedBarriers:
-    """Each joins the producer, who waits, and all consumers, who do not."""
+    """Barriers between the producer, which waits at them, and all consumers, which do not wait."""
 
     def __init__(self):
         self.arrivals = collections.defaultdict(lambda: threading.Semaphore(0))
@@ -139,7 +139,7 @@ class NamedBarriers:
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Runs a launcher of a module with its kernel on the CPU, as if for a GPU with so many multiprocessors."""
+    """Runs a module's launcher and kernel on the CPU, as on a GPU with ``programs`` multiprocessors."""
 
     def run(module, launcher, *given, programs=1, seed=0):
         launched, barriers = [], NamedBarriers()

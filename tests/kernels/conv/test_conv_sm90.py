@@ -56,7 +56,7 @@ def check(actual, tensors, upsample, interleave):
 
 
 def arguments(tensors, has_front):
-    """x, front and the others for the launcher, packed; front is of the first frames of x, if there are such."""
+    """Return the launcher's tensors. has_front: give the first frames of x as front, if the window spans several."""
     x, weight, bias, residual = tensors
     before = weight.shape[1] - 1
     if not before or not has_front:

@@ -35,7 +35,7 @@ pytestmark = [
 
 
 def operands(B, S, N, K, R, *, weights=1, device="cpu", dtype=torch.float32):
-    """a, residual, weights and biases in lists, and the low rank: its product is as large as that of the weight."""
+    """Return a, residual, lists of weights and biases, and a LowRank whose product is as large as a weight's."""
     shapes = (B, S, K), (B, S, N), (weights * R, K), (weights * N, R)
     a, residual, down, up = (torch.randn(shape).to(device, dtype) for shape in shapes)
     matrices, biases = ([torch.randn(s).to(device, dtype) for _ in range(weights)] for s in ((N, K), (N,)))
@@ -67,7 +67,7 @@ def test_skip_and_gelu_match_the_oracle(shape, device):
         assert_no_worse(gelu, reference.gelu(low), reference.gelu(oracle))
 
 
-# Of one token more columns than above, so that the errors of some values by chance count little.
+# The shape with one token has more columns than above, so that large errors of a few values by chance count little.
 @pytest.mark.parametrize("shape", [(1, 1, 2001, 3, 1), *SHAPES[1:]])
 def test_a_linear_alone_matches_the_oracle(shape, device):
     for dtype in DTYPES[device]:
@@ -156,7 +156,7 @@ def test_8_bits_match_the_oracle(shape, format, device):
 
 
 def test_the_bound_of_an_fp8_result_counts_the_low_rank(device):
-    """A row of the product's as large as its bound: without the low rank's it would be cut off."""
+    """One row of the result reaches the bound. A bound without the low-rank product would cut it off."""
     device = torch_device(device)
     a = quantized(1, 3, 64, format=FP8, device=device)
     weight = quantized_weight(32, 64, FP8, device)

@@ -85,7 +85,7 @@ def launched_in_8_bits(device, operands, block_map, out_scale):
 
 @pytest.mark.parametrize("linear", [True, False])
 def test_the_result_is_divided_by_its_scale(device, linear):
-    """In fp32 here: Triton's interpreter rounds to e4m3 wrongly."""
+    """The result is in fp32, because Triton's interpreter rounds to e4m3 wrongly."""
     operands, block_map = inputs(device, torch.float32, 2, 130, 2, 64), random_map(device, 2, 130, 2, 64, 64, 2)
     operands[3:] = operands[3:] if linear else (None, None)
     plain, scaled = (

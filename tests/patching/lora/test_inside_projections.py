@@ -18,7 +18,7 @@ from turbo_rcm_patch.patching.families.wan import block as wan_block
 from turbo_rcm_patch.patching.steps.plan import state_of
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
-# Of a block, that have a LoRA's product inside: q, k and v are one, k and v of the prompt too.
+# The steps of a block with a LoRA's product inside. q, k and v are one step, and so are k and v of the prompt.
 STEPS = ["QKV", "out", "Q of the prompt", "K and V of the prompt", "out", "linear + GELU", "linear + skip"]
 ALL = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 

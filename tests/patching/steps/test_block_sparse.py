@@ -84,7 +84,7 @@ def test_8_bits_and_not(calls):
     quantized = outputs(model, trp.Quantized(), inputs)
     dense = outputs(model, config(mass=1.0, quantize=("attention", "linears")), inputs)
     assert {name for name, *_ in calls} == {"block_sparse_attention_8bit"}
-    # As the quantized tier, but that what attention gives is rounded to 8 bits by its reader.
+    # This is the quantized tier, except that the linear after the attention rounds the attention's result to 8 bits.
     assert relative_error(dense, quantized) <= QUANTIZED.limits.step
     assert relative_error(outputs(model, config(mass=0.2, quantize=("attention",)), inputs), dense) > 1e-3
 

@@ -212,8 +212,11 @@ def in_tier(name, degrees=None):
 
 @torch.no_grad()
 def on_gpu(rank):
-    """Return by batch a bf16 model's outputs, of one batch also of compiled blocks, and our attention's shapes. And
-    outputs by tier of a model with CUDA graphs, and the number of replays."""
+    """Return results of a bf16 model on this rank's GPU.
+
+    By batch: its outputs, for one batch also those of compiled blocks, and the shapes that our attention got. Under
+    "graphs", by tier: the outputs with CUDA graphs, the number of replays, and the summary.
+    """
     torch.cuda.set_device(rank)
     results = {}
     for batch in (1, 2):
@@ -237,7 +240,7 @@ def on_gpu(rank):
 
 
 def large_model_and_inputs(batch):
-    """Large enough for a kernel to be running still when the host launches the next, and an exchange too; bf16."""
+    """Return a bf16 model so large that kernels and exchanges still run when the host launches the next one."""
     model = tiny_wan_transformer(heads=8, head_dim=128, dtype=torch.bfloat16).cuda()
     inputs = tiny_transformer_inputs(model, batch, frames=5, height=48, width=64)
     return model, moved(inputs, "cuda")

@@ -11,7 +11,7 @@ REMEDY = "Patch with residual='same'"
 
 
 def block_inputs(on, largest):
-    """A patched model's first block, with what comes to it; in one column values that large."""
+    """Return a model and the inputs of its first block, with one column of the hidden states at ``largest``."""
     model, inputs = model_and_inputs("t2v", on, torch.bfloat16)
     x, *rest = captured_block_inputs(model, inputs)[0]
     x[..., 0] = largest
@@ -50,7 +50,7 @@ def test_the_first_call_says_so(caplog):
 
 @pytest.mark.parametrize("on", DEVICES)
 def test_another_model_is_not_accused(on, caplog):
-    """Neither before the one that saturates said so, nor when that saturates again; nor is a copy of it."""
+    """The other model gives no warning, and neither does a copy of the model that saturated."""
     (guilty, large), (innocent, args) = block_inputs(on, 3e6), block_inputs(on, 1.0)
     with trp.patch(guilty), trp.patch(innocent) as patch:
         for _ in range(2):

@@ -33,7 +33,7 @@ def rows_of(patch, step, sub_layer="self_attention"):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The ops of self-attention that ran, in order; "attention" is also what crosses."""
+    """The attention ops that ran, in order. Cross-attention counts as "attention" too."""
     names = []
 
     def watch(name):
@@ -121,7 +121,7 @@ def test_the_ops_in_8_bits_are_what_runs(op, monkeypatch):
 
 
 def _wrong(result):
-    """Channels in reverse; twice the last scale of what is in 8 bits."""
+    """Return a result with its channels reversed, or with its last scale doubled if it is in 8 bits."""
     if isinstance(result, kernels.Quantized):
         return result._replace(scale=2 * result.scale)
     if isinstance(result, tuple) and result[0].dtype.itemsize == 1:

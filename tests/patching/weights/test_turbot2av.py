@@ -188,7 +188,7 @@ REFUSED = {
     ),
     "a missing norm": (
         lambda weights: weights.pop("model.velocity_model.transformer_blocks.0.audio_attn1.q_norm.weight"),
-        r"lacks|transformer_blocks\.0\.audio_attn1\.q_norm\.weight is missing",
+        r"transformer_blocks\.0\.audio_attn1\.q_norm\.weight is missing",
     ),
     "an unknown part": (
         lambda weights: weights.update({"model.velocity_model.memory.weight": torch.ones(2)}),
