@@ -79,11 +79,13 @@ def test_a_users_hook_beside_the_one_that_brings_weights_is_called(place):
 @places
 def test_a_lora_under_offloading(place):
     model, plain = tiny_wan_transformer(), tiny_wan_transformer()
-    trp.patch(model, "quantized")
+    patch = trp.patch(model, "quantized")
     for each in (model, plain):
         add_lora(each)
     PLACES[place](model)
     assert relative_error(output_of(model), output_of(plain)) <= QUANTIZED.limits.step
+    # docs/tiers.md says so. This map has a hook on the model alone.
+    assert ("LoRA layer: hook" in patch.summary()) == (place != "a device map")
 
 
 def two_linears():
