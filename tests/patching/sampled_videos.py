@@ -1,5 +1,7 @@
 """Helpers for tests of whole generations: seeds, the network as a velocity, the comparison of videos."""
 
+import copy
+
 import torch
 
 LATENTS = (16, 2, 4, 6)  # of one sample
@@ -43,3 +45,10 @@ def record_calls(transformer):
     calls = []
     transformer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
     return calls
+
+
+def a_servers_copy(pipe):
+    """Return a copy of a pipeline with its own scheduler, as servers make for each request."""
+    twin = copy.copy(pipe)
+    twin.scheduler = copy.deepcopy(pipe.scheduler)
+    return twin

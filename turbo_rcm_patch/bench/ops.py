@@ -298,7 +298,7 @@ def measure_copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float
 
 
 def attention_oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return rows of the attention of q, k, v [1, S, H, D] in fp64."""
+    """Return a function of rows, which returns these rows of the attention of q, k, v [1, S, H, D] in fp64."""
 
     def oracle(rows: torch.Tensor) -> torch.Tensor:
         parts = []

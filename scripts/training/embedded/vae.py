@@ -1,10 +1,10 @@
 """Stage 1: the video autoencoder. L1 and squared error on the shapes' videos, and latents with a fixed small noise.
 
-The posterior is N(mean, NOISE²) with the same deviation everywhere: a learned one starts near 1, and the latents then
-take hundreds of steps to become heard. All that is left of the KL term is the penalty on the mean's square.
+The posterior is N(mean, NOISE²) with the same deviation everywhere. A learned deviation starts near 1, and the noise
+then drowns the latents for hundreds of steps. Only the penalty on the mean's square is left of the KL term.
 
 Clips have a video's full length, because the caches of the causal convolutions change with every latent frame. They are
-cropped in space. Only in the last steps they are whole, for the attention in the middle.
+cropped in space. Only the last steps take whole frames, for the attention in the middle.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def fix_posterior_deviation(vae: AutoencoderKLWan) -> AutoencoderKLWan:
 
 def _set_normalisation(vae: AutoencoderKLWan, device: torch.device) -> None:
     mean, std = latent_statistics(vae, device)
-    std = std.clamp(min=0.1 * std.max())  # a channel that says nothing must not be made loud
+    std = std.clamp(min=0.1 * std.max())  # else a channel without information would be amplified
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
 
 

@@ -8,16 +8,12 @@ from peft import LoraConfig, inject_adapter_in_model
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.families.test_vae import assert_same
 from tests.tiny_vae import decode, tiny_latents, tiny_vae
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.patching.families.vae.forward import vae_state
 
 CPU = torch.device("cpu")
-
-
-def assert_same(actual, expected):
-    assert actual.shape == expected.shape
-    assert relative_error(actual, expected) <= 1e-5
 
 
 def decoder_rows(patch):

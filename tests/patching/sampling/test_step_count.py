@@ -10,6 +10,7 @@ import pytest
 from diffusers import WanPipeline
 
 import turbo_rcm_patch as trp
+from tests.patching.sampled_videos import a_servers_copy
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.patching.sampling.step_count import Steps, why_not_countable
 from turbo_rcm_patch.patching.steps.plan import SHARED
@@ -63,12 +64,6 @@ def test_a_scheduler_outside_of_a_generation_counts_nothing(caplog):
         caplog.clear()
 
 
-def copied(pipe):
-    twin = copy.copy(pipe)
-    twin.scheduler = copy.deepcopy(pipe.scheduler)
-    return twin
-
-
 def rebuilt(pipe):
     other = WanPipeline(**pipe.components)
     trp.use_rcm(other)
@@ -84,7 +79,7 @@ def exact_steps(pipe):
     return exact
 
 
-@pytest.mark.parametrize("make", [copied, rebuilt, copy.deepcopy])
+@pytest.mark.parametrize("make", [a_servers_copy, rebuilt, copy.deepcopy])
 def test_the_steps_of_pipelines_with_the_same_transformer(make, caplog):
     pipe = tiny_wan_pipeline()
     trp.use_rcm(pipe)

@@ -10,7 +10,16 @@ import torch
 from diffusers import SkyReelsV2Pipeline, WanPipeline
 
 import turbo_rcm_patch as trp
-from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
+from tests.patching.sampled_videos import (
+    LATENTS,
+    a_servers_copy,
+    assert_same_video,
+    randn,
+    record_calls,
+    seeded,
+    t2v_velocity,
+    text,
+)
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.scheduler import RCMScheduler
 
@@ -240,13 +249,6 @@ def test_unsupported_pipelines():
         trp.use_rcm(parts["vae"])
     with pytest.raises(ValueError, match="no scheduler"):
         trp.use_rcm(WanPipeline(**{**parts, "scheduler": None}))
-
-
-def a_servers_copy(pipe):
-    """Return a copy of a pipeline with its own scheduler, as servers make for each request."""
-    twin = copy.copy(pipe)
-    twin.scheduler = copy.deepcopy(pipe.scheduler)
-    return twin
 
 
 class Wrapped:
