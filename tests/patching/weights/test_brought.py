@@ -1,12 +1,14 @@
 """Layers under offloading and device maps run the kernels and the arithmetic of a model that rests on its device."""
 
+import contextlib
+
 import accelerate
 import pytest
 import torch
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.quantized_models import CPU, add_lora
+from tests.patching.quantized_models import CPU, FREED, add_lora
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import moved, output_of, tiny_wan_transformer
 from turbo_rcm_patch.patching.journal import Journal
@@ -86,6 +88,18 @@ def test_a_lora_under_offloading(place):
     assert relative_error(output_of(model), output_of(plain)) <= QUANTIZED.limits.step
     # docs/tiers.md says so. This map has a hook on the model alone.
     assert ("LoRA layer: hook" in patch.summary()) == (place != "a device map")
+
+
+@places
+def test_offloading_of_freed_weights(place):
+    """accelerate reads a state_dict, which has the originals. docs/tiers.md says what to take instead."""
+    model = tiny_wan_transformer(layers=1)
+    trp.patch(model, FREED)
+    expected = output_of(model)
+    refused = pytest.raises(RuntimeError, match=r"to_q\.weight: the values of this weight were freed")
+    with contextlib.nullcontext() if place == "leaf-level offloading" else refused:
+        PLACES[place](model)
+    assert torch.equal(output_of(model), expected)
 
 
 def two_linears():
