@@ -84,10 +84,11 @@ def test_a_converted_folder_is_refused_where_its_weights_cannot_run(saved_models
 def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp_path, capsys, monkeypatch):
     name = "model.diffusion_model.blocks.0.ffn.0"
     in_8_bits = {
-        f"has {name}.weight_scale_inv beside {name}.weight": ("weight", "weight_scale_inv"),
+        f"has {name}.weight_scale_inv beside blocks.0.ffn.0.weight": ("weight", "weight_scale_inv"),
+        f"has {name}.qweight in place of blocks.0.ffn.0.weight": ("qweight", "wscales"),
         "8.safetensors holds 8-bit weights, which run patched alone": ("int8_weight", "scale"),
     }
-    save_file({"proj_out.bias": torch.ones(64)}, tmp_path / "part.safetensors")
+    save_file({f"{name}.bias": torch.ones(48)}, tmp_path / "part.safetensors")
     (tmp_path / "b.gguf").touch()
     command = ["compare", "--model", str(saved_models / "t2v"), *TINY, "--transformer"]
     for message, parts in in_8_bits.items():
@@ -109,6 +110,14 @@ def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp
         assert "replaces the pipeline's transformer_2, but --model" in error_of(capsys, *second[:-2], *more)
     assert "--transformer nothing: no such file or folder" in error_of(capsys, *command, "nothing")
     assert "--transformer goes with --model" in error_of(capsys, "verify", "--transformer", tmp_path)
+
+
+def test_integers_without_scales_are_no_weights(saved_models, tmp_path, capsys):
+    """diffusers would load them."""
+    weights, name = official_state_dict(tiny_wan_transformer()), "blocks.1.ffn.2.weight"
+    save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "int8.safetensors")
+    given = ["--model", saved_models / "t2v", "--transformer", tmp_path / "int8.safetensors", *TINY]
+    assert f"{name} holds integers, but the file has no scales" in error_of(capsys, "verify", *given)
 
 
 @pytest.mark.parametrize("preset", ["quantized", "exact"])

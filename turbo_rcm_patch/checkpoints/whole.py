@@ -127,10 +127,10 @@ class WholeModel:
         return None
 
     def _plain(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems) -> Weight | None:
-        if not _fits(key, tensor, shape, problems):
-            return None
-        if not tensor.floating:
+        if not tensor.floating:  # packed values have another shape too
             problems.integers.append(key)
+            return None
+        if not _fits(key, tensor, shape, problems):
             return None
         return Weight((key,), lambda: tensor.load().reshape(shape))
 

@@ -15,8 +15,7 @@ from torch import nn
 from ..checkpoints.files import COMPONENTS
 from ..checkpoints.lazy import PICKLED, open_tensors
 from ..checkpoints.scaled import has_scales
-from ..checkpoints.whole import refuse_companions
-from ..patching.families import family_named
+from ..patching.families import family_named, weights_in
 from ..patching.weights.load import FILE, component_folders, empty_model
 from ..wording import with_article
 from .checks import TRANSFORMERS
@@ -142,7 +141,7 @@ def _of_file(
             model = _empty(family.transformer_class, dtype, **config)
         else:
             if not is_gguf:
-                _check_plain(path)
+                _check_plain(path, _empty(family.transformer_class, dtype, **config))
             more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
             model = family.transformer_class.from_single_file(str(path), dtype=dtype, **config, **more)
     except NotImplementedError as error:  # a tensor on the meta device cannot be read
@@ -165,8 +164,7 @@ def _empty(transformer_class: type, dtype: torch.dtype, *, config: str, subfolde
     return model
 
 
-def _check_plain(path: Path) -> None:
-    """Raise ValueError for a file of quantised weights. diffusers would leave the scales beside them out."""
+def _check_plain(path: Path, model: nn.Module) -> None:
+    """Raise ValueError for quantised weights and for another model's. diffusers would take integers for weights."""
     with open_tensors(path) as tensors:
-        names = {key: key for key in tensors}
-    refuse_companions(str(path), names, names.keys())
+        weights_in(path, tensors, model, partial=True)
