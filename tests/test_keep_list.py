@@ -104,11 +104,11 @@ def test_a_file_is_the_list_of_its_names(tmp_path):
     [
         (None, "No such file"),
         ("{", "cannot read it as JSON"),
-        ("[]", "it holds something else"),
-        (json.dumps({"version": 1}), "it holds something else"),
-        (json.dumps({"settings": {}, "keep": ["blocks.0"]}), "it holds something else"),
-        (json.dumps({"version": 1, "model": "M", "sizes": {}, "keep": ["blocks.0"]}), "it holds something else"),
-        (json.dumps({"version": 1, "model": "M", "sizes": {}, "keep": [{"name": ""}]}), "it holds something else"),
+        ("[]", "it holds other data"),
+        (json.dumps({"version": 1}), "it holds other data"),
+        (json.dumps({"settings": {}, "keep": ["blocks.0"]}), "it holds other data"),
+        (json.dumps({"version": 1, "model": "M", "sizes": {}, "keep": ["blocks.0"]}), "it holds other data"),
+        (json.dumps({"version": 1, "model": "M", "sizes": {}, "keep": [{"name": ""}]}), "it holds other data"),
         (json.dumps({"version": 2, "keep": []}), "it has version 2, not 1"),
     ],
 )

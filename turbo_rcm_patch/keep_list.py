@@ -37,7 +37,7 @@ class KeepList(tuple[str, ...]):
             raise ValueError(f"keep={str(path)!r}: cannot read it as JSON ({error}); {REMEDY}") from None
         version = content.get("version") if isinstance(content, dict) else None
         if version != VERSION or not _has_fields(content):
-            found = "it holds something else" if version in (None, VERSION) else f"it has version {version}, not {VERSION}"
+            found = "it holds other data" if version in (None, VERSION) else f"it has version {version}, not {VERSION}"
             raise ValueError(f"keep={str(path)!r}: {found}; {REMEDY}")
         names = cls(entry["name"] for entry in content["keep"])
         names.path, names.model, names.sizes = str(path), content["model"], content["sizes"]
