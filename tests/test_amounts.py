@@ -2,7 +2,7 @@
 
 import pytest
 
-from turbo_rcm_patch.amounts import parse_amount
+from turbo_rcm_patch.amounts import enough_in_gb, parse_amount
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,7 @@ def test_nothing_and_other_types():
     for amount in (8.0, True, b"8 GB"):
         with pytest.raises(TypeError, match="such as '8 GB'"):
             parse_amount(amount)
+
+
+def test_an_amount_that_is_enough_is_rounded_up():
+    assert [enough_in_gb(size) for size in (0, 1, 8 * 10**9, 8 * 10**9 + 1)] == ["0.00", "0.01", "8.00", "8.01"]

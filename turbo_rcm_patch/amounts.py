@@ -40,3 +40,8 @@ def parse_amount(amount: str | int) -> int:
 def in_gb(size: int) -> str:
     """Return bytes in GB, 10^9 bytes each, as cards and hosts are sold."""
     return f"{size / 10**9:.2f}"
+
+
+def enough_in_gb(size: int) -> str:
+    """Return bytes in GB, rounded up, so that a card or a host with this amount suffices."""
+    return in_gb(-(-size // 10**7) * 10**7)

@@ -1,5 +1,6 @@
 """`fit` on tiny pipelines: results stay, everything goes back, bad input changes nothing."""
 
+import re
 from contextlib import nullcontext
 from unittest import mock
 
@@ -273,6 +274,22 @@ def test_the_nearest_setting_may_differ_in_all_that_counts():
         with pytest.raises(trp.DoesNotFit) as caught:
             plan_module.plan_for(patched, video, gigabytes * 10**9 - plan_module.CONTEXT)
         assert nearest in str(caught.value)
+
+
+def test_the_least_that_an_error_names_is_enough():
+    patched = Patched(empty_models("wan2.1-1.3b"), trp.Exact())
+    for frames in (5, 33, 81):
+        with pytest.raises(trp.DoesNotFit) as caught:
+            plan_module.plan_for(patched, Video(480, 832, frames), 0)
+        (named,) = re.findall(r"take at least (\S+ GB)", str(caught.value))
+        plan_module.plan_for(patched, Video(480, 832, frames), plan_module.budget_of(named))
+
+
+def test_a_tier_that_fit_refuses_is_not_named():
+    """On a GPU without kernels of this package."""
+    patched = Patched(empty_models("wan2.1-14b"), trp.Exact(), capability=(0, 0))
+    with pytest.raises(trp.DoesNotFit, match=r"8\.00 GB are given\. It fits with num_frames=29\."):
+        plan_module.plan_for(patched, Video(720, 1280, 81), plan_module.budget_of("8 GB"))
 
 
 def test_undo_goes_on_where_it_failed(everything_streams):

@@ -57,6 +57,16 @@ def test_every_model_has_its_place_and_its_stage(kind):
     assert "making the waveform" in str(plan)
 
 
+@pytest.mark.parametrize("kind", LTX2_PIPELINES)
+def test_the_plan_from_configs_is_that_of_the_pipeline(kind, tmp_path):
+    """Each token of a pipeline with given frames has its own timestep."""
+    pipe = tiny_ltx2_pipeline(kind)
+    pipe.save_pretrained(tmp_path)
+    ((_, patched),) = models_by_preset(tmp_path, torch.float32, "exact")
+    plan = fit_on_the_cpu(pipe)
+    assert plan_module.plan_for(patched, plan.video, plan.budget).peaks == plan.peaks
+
+
 def test_guidance_takes_two_samples_and_a_distilled_model_one():
     pipe = tiny_ltx2_pipeline()
     guided = {stage.name: stage.computing for stage in fit_on_the_cpu(pipe).stages}

@@ -56,9 +56,13 @@ def starts_from_video(source: str | Path) -> bool:
     return VIDEO_TO_VIDEO in str(_index(Path(source)).get("_class_name"))
 
 
-def expands_timesteps(class_name: str, config: Mapping[str, object]) -> bool:
-    """True if pipelines of this class and config give each token its own timestep: TI2V-5B, diffusion forcing."""
-    return bool(config.get("expand_timesteps")) or "DiffusionForcing" in class_name
+def expands_timesteps(class_names: str, config: Mapping[str, object]) -> bool:
+    """True if pipelines of these classes and this config give each token its own timestep.
+
+    These are TI2V-5B's, those with diffusion forcing, and LTX-2's, except the one from text alone.
+    """
+    given_frames = "LTX2" in class_names and "LTX2Pipeline" not in class_names
+    return bool(config.get("expand_timesteps")) or "DiffusionForcing" in class_names or given_frames
 
 
 def with_empty_projections(transformer: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 from torch import nn
 
-from ..amounts import in_gb
+from ..amounts import enough_in_gb, in_gb
 from .choose import Placement
 from .components import Component
 from .pinned import SLAB
@@ -42,8 +42,8 @@ def check_host(
         streaming = " and ".join(sorted(placement.streaming))
         why = f"{streaming} must stream from there" if streaming else "it keeps original weights"
         raise DoesNotFit(
-            f"this takes {in_gb(needed)} GB more of the host's memory, because {why}, and {in_gb(free)} GB are free; "
-            "close other programs, or let diffusers offload to disk instead of fit (enable_group_offload with "
+            f"this takes {enough_in_gb(needed)} GB more of the host's memory, because {why}, and {in_gb(free)} GB are "
+            "free; close other programs, or let diffusers offload to disk instead of fit (enable_group_offload with "
             "offload_to_disk_path)."
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..amounts import in_gb
+from ..amounts import enough_in_gb, in_gb
 from ..config import PRESETS, Sparse, without_originals
 from ..patching.families import family_of
 from ..patching.steps.sparse_linear import why_not_replaceable
@@ -101,8 +101,8 @@ def needs_table(found: Sequence[Need]) -> str:
             need.tier,
             in_gb(sum(component.weights for component in need.components)),
             str(need.video),
-            in_gb(need.resident),
-            in_gb(need.least),
+            enough_in_gb(need.resident),
+            enough_in_gb(need.least),
         )
         for need in found
     ]

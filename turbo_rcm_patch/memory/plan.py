@@ -11,9 +11,8 @@ from numbers import Integral
 import torch
 from torch import nn
 
-from ..amounts import in_gb, parse_amount
+from ..amounts import enough_in_gb, in_gb, parse_amount
 from ..config import Exact, PatchConfig, Quantized
-from ..patching.families import pipeline_of
 from ..patching.families.vae.chunks import LIMIT, free_memory
 from ..scheduler import FewStepScheduler
 from ..tables import table
@@ -192,12 +191,10 @@ def fit_with(
 
 def _facts_of(pipe: object, models: Mapping[str, nn.Module]) -> dict[str, object]:
     """Return the facts of a step that the pipeline's class and scheduler tell, as arguments of `Patched`."""
-    if not has_sound(models):
-        names = " ".join(kind.__name__ for kind in type(pipe).__mro__)
-        return {"own_timesteps": expands_timesteps(names, pipe.config), "from_video": VIDEO_TO_VIDEO in names}
-    guided, known = not isinstance(pipe.scheduler, FewStepScheduler), pipeline_of(pipe)
-    from_text = known is not None and known.starts_from == "text"  # else a given frame has its own timestep
-    return {"own_timesteps": not from_text, "samples": 1 + guided}
+    names = " ".join(kind.__name__ for kind in type(pipe).__mro__)
+    facts = {"own_timesteps": expands_timesteps(names, pipe.config), "from_video": VIDEO_TO_VIDEO in names}
+    guided = has_sound(models) and not isinstance(pipe.scheduler, FewStepScheduler)
+    return {**facts, "samples": 1 + guided}
 
 
 def _vae_mode(placement: Placement) -> str:
@@ -279,16 +276,17 @@ def _why_not(
     worst = max(stages, key=lambda stage: placement.room(components, stage))
     needed = placement.room(components, worst)
     return (
-        f"{video} take at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
-        f"{in_gb(budget + CONTEXT)} GB are given. {_what_fits(patched, video, budget)}"
+        f"{video} take at least {enough_in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), "
+        f"and {in_gb(budget + CONTEXT)} GB are given. {_what_fits(patched, video, budget)}"
     )
 
 
 def _what_fits(patched: Patched, video: Video, budget: int) -> str:
     """Return a sentence about the setting that fits and is nearest: in 8 bits, then smaller, then shorter."""
     tiers, sizes = [((), patched)], [((), video)]
-    if not patched.config.in_8_bits("linears"):
-        tiers.append((("the preset 'quantized'",), patched._replace(config=Quantized(restorable=False))))
+    quantized = patched._replace(config=Quantized(restorable=False))
+    if not patched.config.in_8_bits("linears") and why_not_counted(quantized) is None:
+        tiers.append((("the preset 'quantized'",), quantized))
     if patched.beside is None and (models := with_text_encoder_in_8_bits(patched.models)) is not None:
         words = "the text encoder in 8 bits (trp.patch_text_encoder(pipe, in_8_bits=True) or --text-encoder 8bit)"
         tiers += [((*tier, words), of._replace(models=models)) for tier, of in tiers]
