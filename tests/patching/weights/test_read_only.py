@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -196,6 +197,29 @@ def test_reading_gives_the_original(model, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = WanTransformer3DModel.from_pretrained(tmp_path)
     assert torch.equal(output_of(loaded), output_of(plain))
+
+
+READS = {
+    "numpy": lambda weight: torch.from_numpy(weight.numpy()),
+    "numpy.asarray": lambda weight: torch.from_numpy(np.asarray(weight[2:])),
+    "tolist": lambda weight: torch.tensor(weight.tolist()),
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+    "into another tensor": lambda weight: torch.zeros_like(weight).lerp_(weight, 0.5),
+    "out=": lambda weight: torch.mm(weight, weight.t(), out=torch.empty(weight.shape, dtype=weight.dtype)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_every_way_to_read_takes_the_dtype_of_the_model_and_cannot_write(model, read):
+    trp.patch(model, CONFIG)
+    model.double()
+    linear = model.blocks[0].attn1.to_q
+    expected = READS[read](linear.original.detach().double())
+    for _ in range(2):
+        found = READS[read](linear.weight)
+        assert type(found) is torch.Tensor
+        assert torch.allclose(found, expected.to(found.dtype), rtol=1e-6, atol=0)
+        found.zero_()
 
 
 def test_other_parameters_of_a_state_dict_are_loaded(model):

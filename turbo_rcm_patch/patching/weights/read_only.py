@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -56,6 +57,18 @@ class ReadOnlyWeight(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         raise self._refusal()
 
+    def numpy(self, *, force: bool = False) -> numpy.ndarray:
+        """Return a copy of the values as an array."""
+        return self._values().clone().numpy(force=force)
+
+    def tolist(self) -> list:
+        """Return the values as nested lists of numbers."""
+        return self._values().tolist()
+
+    def __dlpack__(self, **options: object) -> object:
+        """Export a copy of the values. This tensor has no memory that another library could read."""
+        return self._values().clone().__dlpack__(**options)
+
     def share_memory_(self) -> NoReturn:
         """Raise RuntimeError. This tensor has no memory, without which PyTorch's method ends the process."""
         raise self._refusal()
@@ -82,7 +95,8 @@ class ReadOnlyWeight(torch.Tensor):
         for tensor in _written(op, args, kwargs):
             if isinstance(tensor, cls):
                 raise tensor._refusal()
-        if any(result.alias_info is not None for result in op._schema.returns):  # a view
+        aliases = (result.alias_info for result in op._schema.returns)
+        if any(alias is not None and not alias.is_write for alias in aliases):  # a view
             seen = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
             args, kwargs = tree_map_only(cls, cls._shown, (args, kwargs))
             return tree_map_only(torch.Tensor, seen._part, op(*args, **kwargs))
