@@ -72,6 +72,7 @@ WRITES = {
     "None": by_linear(lambda linear: setattr(linear, "weight", None)),
     "deleted": by_linear(lambda linear: delattr(linear, "weight")),
     "a part deleted": by_linear(lambda linear: delattr(linear, PARTS[1])),
+    "a part set to None": by_linear(lambda linear: setattr(linear, PARTS[0], None)),
     "PEFT's target_parameters": lambda model: model.add_adapter(AS_A_PARAMETER),
     "pruned": by_linear(lambda linear: prune.l1_unstructured(linear, "weight", 0.5)),
     "parametrized": by_linear(lambda linear: parametrize.register_parametrization(linear, "weight", nn.ReLU())),
@@ -149,12 +150,16 @@ def test_a_weight_that_is_computed_in_every_call_stays_as_it_is(model, change):
     assert torch.equal(output_of(model), plain)
 
 
+@pytest.mark.parametrize("is_none", [False, True])
 @pytest.mark.parametrize("name", ["weight", *PARTS])
-def test_restore_brings_back_what_was_torn_out_by_force(model, name):
+def test_restore_brings_back_what_was_torn_out_by_force(model, name, is_none):
     plain = output_of(model)
     patch = trp.patch(model, CONFIG)
     linear = model.blocks[0].attn1.to_q
-    del linear._parameters[name]
+    if is_none:
+        linear._parameters[name] = None
+    else:
+        del linear._parameters[name]
     patch.restore()
     assert type(linear) is nn.Linear
     assert torch.equal(output_of(model), plain)

@@ -98,7 +98,8 @@ class QuantizedLinear(nn.Linear):
     @property
     def device(self) -> torch.device:
         """The device of the 8-bit weight, or of the original if the 8-bit weight was deleted."""
-        return self._parameters.get(VALUES, self.original).device
+        values = self._parameters.get(VALUES)
+        return (self.original if values is None else values).device
 
     @property
     def is_freed(self) -> bool:
@@ -184,8 +185,8 @@ class QuantizedLinear(nn.Linear):
             self._parameters.update(parts)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse parameters that a linear in 8 bits does not have: a new weight, pruning's, weight_norm's."""
-        if name not in (*self.parts, "bias"):
+        """Refuse parameters that a linear in 8 bits does not have, such as pruning's, and parts set to None."""
+        if name not in (*self.parts, "bias") or (name in self.parts and param is None):
             self._parameters.setdefault("weight", None)  # which weight_norm has deleted by now
             raise self.refusal(name)
         super().register_parameter(name, param)
