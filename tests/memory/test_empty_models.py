@@ -70,3 +70,12 @@ def test_folders_that_hold_no_pipeline(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({**index, "text_encoder": ["transformers", "NoEncoder"]}))
     with pytest.raises(ValueError, match="text_encoder holds a NoEncoder, which neither diffusers nor transformers"):
         empty_models(tmp_path)
+
+
+def test_a_folder_that_lacks_a_model_is_refused(tmp_path):
+    """A plan without it would be too small."""
+    tiny_wan_pipeline("t2v").save_pretrained(tmp_path)
+    (tmp_path / "text_encoder/config.json").unlink()
+    message = r"has no text_encoder/config\.json, but its model_index\.json names a UMT5EncoderModel"
+    with pytest.raises(ValueError, match=message):
+        empty_models(tmp_path)

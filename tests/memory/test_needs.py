@@ -182,6 +182,13 @@ def test_the_peaks_of_whole_pipelines_are_what_a_gpu_measured_or_a_little_more(n
             assert measured <= peak <= 1.1 * measured, (row["variant"], row["card"], stage)
 
 
+def test_the_page_on_cards_says_how_far_off_the_predictions_were():
+    rows = [row for name in CARDS for row in RUNS[name]["cards"] if "peaks" in row]
+    above = [row["peaks"][stage] / measured - 1 for row in rows for stage, measured in row["allocated"].items()]
+    page = (ROOT / "docs/memory.md").read_text()
+    assert f"peak of a stage was {100 * min(above):.1f} to {100 * max(above):.1f} % above the measured one" in page
+
+
 def empty_pipeline(case, variant):
     """A case's models without values, and their text encoder in 8 bits if a variant's name says so."""
     with init_empty_weights():

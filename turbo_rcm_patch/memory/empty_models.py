@@ -129,15 +129,16 @@ def _others(folder: Path, classes: Mapping[str, object]) -> dict[str, nn.Module]
     """Return the models beside the transformers in a pipeline's folder: those with a config.json.
 
     classes: for each name the library and class, as model_index.json has them. diffusers' own models say their class
-    themselves.
+    themselves. Raises ValueError for a model that is named there and has no config.
     """
     models = {}
     for name, kind in classes.items():
-        path = folder / name
+        path, named = folder / name, kind[1] if isinstance(kind, list) and len(kind) == 2 else None
         if (path / "config.json").is_file():
             config = read_config(path)
-            class_name = config.get("_class_name") or (kind[1] if isinstance(kind, list) and len(kind) == 2 else None)
-            models[name] = _empty(path, config, str(class_name))
+            models[name] = _empty(path, config, str(config.get("_class_name") or named))
+        elif _is_model(_class_named(str(named))):
+            raise ValueError(f"{folder} has no {name}/config.json, but its model_index.json names a {named}.")
     return models
 
 
@@ -146,9 +147,13 @@ def _class_named(name: str) -> type | None:
     return next(filter(None, found), None)
 
 
+def _is_model(found: type | None) -> bool:
+    return isinstance(found, type) and issubclass(found, nn.Module)
+
+
 def _empty(path: Path, config: Mapping[str, object], class_name: str) -> nn.Module:
     model_class = _class_named(class_name)
-    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+    if not _is_model(model_class):
         raise ValueError(f"{path} holds a {class_name}, which neither diffusers nor transformers has.")
     with torch.device("meta"):  # under accelerate's init_empty_weights tied weights would count twice
         if issubclass(model_class, ModelMixin):
