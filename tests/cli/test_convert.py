@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
@@ -57,6 +57,20 @@ def test_convert_prints_the_line_that_uses_what_it_wrote(saved_models, tmp_path,
     again = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *words_of_the_line(printed)[3:], *TINY, "-v"]
     assert main(again) == 0
     assert ("linears in 8 bits" in capsys.readouterr().out) == (preset == "quantized")
+
+
+def test_the_lines_keep_the_attentions_that_were_kept(saved_models, tmp_path, capsys):
+    """The files tell of linears alone."""
+    out, keep = tmp_path / "out", ["--keep", "*.processor", "--keep", "blocks.0.ffn.*"]
+    assert main(["convert", str(saved_models / "t2v"), str(out), "--dtype", "float32", *keep, *CPU]) == 0
+    printed = capsys.readouterr().out
+    again = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *words_of_the_line(printed)[3:], *TINY, "-v"]
+    assert main(again) == 0
+    assert "named in keep (2)" in capsys.readouterr().out
+    pipe = WanPipeline.from_pretrained(saved_models / "t2v")
+    patch = eval(printed.split("or in Python by\n")[1].strip(), {"trp": trp, "pipe": pipe})
+    pipe.transformer(**tiny_transformer_inputs(pipe.transformer))
+    assert "named in keep (2)" in patch.summary()
 
 
 def test_the_lines_in_python_are_for_every_transformer_of_the_folder(tmp_path, capsys, monkeypatch):

@@ -305,7 +305,12 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
         )
     else:
         line += ["--preset", arguments.preset]
-        python = f"trp.load_converted({str(arguments.target)!r}, pipe, {arguments.preset!r})"
+        config = repr(arguments.preset)
+        if arguments.keep:  # the files do not say which attentions stay in the model's dtype
+            line += [f"--keep {shlex.quote(name)}" for name in arguments.keep]
+            keep = config_options(arguments)["keep"]
+            config = f"trp.{type(PRESETS[arguments.preset]).__name__}(keep={keep!r})"
+        python = f"trp.load_converted({str(arguments.target)!r}, pipe, {config})"
     if isinstance(PRESETS[arguments.preset], Sparse):
         classes = (read_config(folder)["_class_name"] for folder in component_folders(arguments.target).values())
         line += ["--recipe", "turbot2av" if any(map(makes_sound, classes)) else "turbowan"]
