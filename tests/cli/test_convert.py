@@ -162,9 +162,15 @@ def test_both_experts_have_to_be_in_8_bits(tmp_path, capsys):
     for path, model in zip(paths, (pipe.transformer, pipe.transformer_2), strict=True):
         save_file(with_scales(official_state_dict(model)), path)
     command = ["generate", "a fox", "-o", tmp_path / "out.mp4", "--model", tmp_path / "pipe", *TINY]
-    command += ["--preset", "quantized", "--transformer", paths[0]]
-    assert "give --transformer-2 such a file too" in error_of(capsys, *command)
-    assert main(list(map(str, [*command, "--transformer-2", paths[1]]))) == 0
+    command += ["--preset", "quantized"]
+    given = {"--transformer": paths[0], "--transformer-2": paths[1]}
+    for option, path in given.items():
+        message = f"{option} {path} holds 8-bit weights, but the pipeline has two transformers; give such a file for"
+        assert message in error_of(capsys, *command, option, path)
+    paths[1].with_name("broken.safetensors").touch()
+    broken = ["--transformer-2", tmp_path / "broken.safetensors"]
+    assert f"cannot load {broken[0]} {broken[1]}: " in error_of(capsys, *command, *broken)
+    assert main(list(map(str, [*command, *(part for each in given.items() for part in each)]))) == 0
 
 
 def test_a_single_file_is_loaded_as_diffusers_does(saved_models, tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def given_transformers(
                 raise ValueError(f"{path} replaces the pipeline's {more}, but --model {arguments.model} has none.")
             models |= {part or name: _of_folder(folder, dtype) for part, folder in folders.items()}
         except (ValueError, OSError) as error:
-            raise CommandError(f"--{option.replace('_', '-')}: {error}") from error
+            raise CommandError(f"{_spelled(option)}: {error}") from error
     return models
 
 
@@ -78,8 +78,9 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
 
     Raises CommandError if the command cannot run such weights, or if only one of two transformers has them.
     """
-    given = [path for option in TRANSFORMERS if (path := getattr(arguments, option, None)) is not None]
-    pickled = [path for path in given if path.is_file() and path.suffix in PICKLED]
+    paths = {_spelled(option): getattr(arguments, option, None) for option in TRANSFORMERS}
+    given = {option: path for option, path in paths.items() if path is not None and path.is_file()}
+    pickled = [path for path in given.values() if path.suffix in PICKLED]
     if pickled and makes_sound((components.get(COMPONENTS[0]) or (None, None))[1]):
         if arguments.command != "generate" or arguments.no_patch:
             raise CommandError(
@@ -87,18 +88,19 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
                 "generate, without --no-patch."
             )
         return pickled
-    found = [path for path in given if path.is_file() and _has_scales(path)]
+    found = {option: path for option, path in given.items() if _has_scales(option, path)}
     if not found:
         return []
-    holds = f"--transformer {found[0]} holds 8-bit weights"
+    first = next(iter(found))
+    holds = f"{first} {found[first]} holds 8-bit weights"
     if arguments.command != "generate" or arguments.no_patch:
         raise CommandError(
             f"{holds}, which run patched alone; it goes with generate, without --no-patch. For other commands store it "
             "in 16 bits: turbo-rcm convert FILE FOLDER --preset exact."
         )
     if len(found) < sum((components.get(name) or [None])[0] is not None for name in COMPONENTS):
-        raise CommandError(f"{holds}, but the pipeline has two transformers; give --transformer-2 such a file too.")
-    return found
+        raise CommandError(f"{holds}, but the pipeline has two transformers; give such a file for the other one too.")
+    return list(found.values())
 
 
 def makes_sound(class_name: object) -> bool:
@@ -107,14 +109,19 @@ def makes_sound(class_name: object) -> bool:
     return family is not None and any(pipeline.has_sound for pipeline in family.pipelines)
 
 
-def _has_scales(path: Path) -> bool:
+def _spelled(option: str) -> str:
+    """Return an option as it is given in the shell."""
+    return f"--{option.replace('_', '-')}"
+
+
+def _has_scales(option: str, path: Path) -> bool:
     if path.suffix.lower() == ".gguf":
         return False
     try:
         with open_tensors(path) as tensors:
             return has_scales(tensors)
     except ValueError as error:
-        raise CommandError(f"cannot load --transformer {path}: {error}") from error
+        raise CommandError(f"cannot load {option} {path}: {error}") from error
 
 
 def _of_folder(folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -127,14 +134,13 @@ def _of_file(
 ) -> nn.Module:
     """Return the transformer of a file. empty: True to leave its parameters on the meta device."""
     _, class_name = components.get(name) or (None, None)
-    family = family_named(class_name)
+    family, option = family_named(class_name), _spelled(name)
     if family is None:
         found = "has none" if class_name is None else f"has {with_article(class_name)}"
-        option = name.replace("_", "-")
-        raise CommandError(f"--{option} {path} replaces the pipeline's {name}, but --model {pipeline} {found}.")
+        raise CommandError(f"{option} {path} replaces the pipeline's {name}, but --model {pipeline} {found}.")
     is_gguf = path.suffix.lower() == ".gguf"
     if is_gguf and find_spec("gguf") is None:
-        raise CommandError(f"--transformer {path}: GGUF files need the package gguf; install it with: pip install gguf")
+        raise CommandError(f"{option} {path}: GGUF files need the package gguf; install it with: pip install gguf")
     try:
         config = {"config": str(Path(pipeline).expanduser()), "subfolder": name}
         if empty:
@@ -146,10 +152,10 @@ def _of_file(
             model = family.transformer_class.from_single_file(str(path), dtype=dtype, **config, **more)
     except NotImplementedError as error:  # a tensor on the meta device cannot be read
         lacks = f"it lacks weights of {with_article(family.transformer_class.__name__)}"
-        raise CommandError(f"cannot load --transformer {path}: {lacks}.") from error
+        raise CommandError(f"cannot load {option} {path}: {lacks}.") from error
     except (ValueError, OSError, ImportError, RuntimeError, KeyError) as error:
         line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CommandError(f"cannot load --transformer {path}: {line}") from error
+        raise CommandError(f"cannot load {option} {path}: {line}") from error
     model.register_to_config(_name_or_path=str(path))  # by which its distillation is recognised
     return model
 
