@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=256, help="captions (default 256)")
-    parser.add_argument("--seed", type=int, default=0, help="of captions and noise (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for captions and noise (default 0)")
     parser.add_argument("--variants", nargs="+", default=(BLOCK_SPARSE, SLA), choices=(BLOCK_SPARSE, SLA))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=json_file, required=True, help="the file of results, which is added to")

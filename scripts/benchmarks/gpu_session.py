@@ -129,7 +129,7 @@ MEASUREMENTS = {
     "evaluate": (*CLI, "evaluate", "--batch-size", "64", *QUANTIZED),  # beside the exact tier
     "ops": ("scripts/benchmarks/ops.py", "--tier", "exact"),
     "ops-quantized": ("scripts/benchmarks/ops.py", "--tier", "quantized"),
-    "ops-sparse": ("scripts/benchmarks/ops.py", "--tier", "sparse"),
+    "ops-sparse": ("scripts/benchmarks/ops.py", "--tier", "sparse", "block_sparse"),
     "implementations": ("scripts/benchmarks/compare_implementations.py",),
     "traffic-attention": (*TRAFFIC, "--batch", "32", "--seq", "2048", "--dim", "512"),
     "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),

@@ -160,7 +160,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
     parser.add_argument("--frames", type=int, help="default: the config's usual size")
-    parser.add_argument("--ulysses", type=int, default=1, help="as on one of so many GPUs that share the tokens")
+    parser.add_argument("--ulysses", type=int, default=1, help="time one of so many GPUs that share the tokens")
     parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():

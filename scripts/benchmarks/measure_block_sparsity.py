@@ -117,7 +117,7 @@ def attention_inputs(pipe: WanPipeline, seed: int) -> list[tuple[int, str, tuple
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=6, help="held-out captions (default 6)")
-    parser.add_argument("--seed", type=int, default=0, help="of captions and noise (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for captions and noise (default 0)")
     parser.add_argument("--batch-size", type=int, default=6, help="videos made at a time (default 6)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=json_file, help="write all figures with the versions")

@@ -84,7 +84,7 @@ def _verdict(report: TrafficReport, limit: int) -> str:
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, help="of the attention module (default 32)")
+    parser.add_argument("--batch", type=int, help="samples that the attention module gets (default 32)")
     parser.add_argument("--seq", type=int, help="tokens per sample (default 2048)")
     parser.add_argument("--dim", type=int, help="channels (default 512)")
     parser.add_argument("--heads", type=int, help="default: dim / 64")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import gpu_session
+from scripts.benchmarks import gpu_session, ops
 from turbo_rcm_patch.bench import environment
 from turbo_rcm_patch.bench.environment import describe_environment
 
@@ -226,3 +226,9 @@ def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
         gpu_session.main(["--results", str(tmp_path / "results")])
     assert "no CUDA GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_ops_of_each_tier_are_timed(gpu):
+    steps = ("ops", "ops-quantized", "ops-sparse")
+    tiers = {tier for step in steps for tier in ops.parse_options(list(gpu_session.MEASUREMENTS[step][1:])).tier}
+    assert tiers == {case.tier.name for case in ops.CASES}
