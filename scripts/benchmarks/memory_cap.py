@@ -113,7 +113,7 @@ def random_latents(model, frames: int, height: int, width: int, device: torch.de
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-14b", help="also the size of Wan 2.2's experts")
-    parser.add_argument("--cap-gb", type=float, default=24.0, help="GPU memory to use, in GB of 10^9 bytes (default 24)")
+    parser.add_argument("--cap-gb", type=float, default=24.0, help="GPU memory to use, GB of 10^9 bytes (default 24)")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
