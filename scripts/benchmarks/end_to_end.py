@@ -173,7 +173,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="measured generations per variant (default 5)")
     parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
-    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["exact"], help="the patch's tiers (default exact)")
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["exact"], help="tiers (default exact)")
     parser.add_argument("--mass", type=float, help="share that block-sparse attention keeps (default: the preset's)")
     parser.add_argument("--without-graphs", action="store_true", help="time the patch without CUDA graphs too")
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")
