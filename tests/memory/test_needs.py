@@ -27,7 +27,7 @@ from diffusers import (
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
-from tests.patching.families.peak import Peak, as_on_a_gpu
+from tests.patching.families.peak import NORM, PYTORCHS_CONVOLUTION, PYTORCHS_NORM, Peak, as_on_a_gpu
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_vae import tiny_vae
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
@@ -493,6 +493,33 @@ def test_latent_frames_at_a_time_count(work):
         getattr(vae, work)(x)
     needed = counted.bytes + (x.nbytes if work == "encode" else 0)
     assert 0.95 * needed <= size_of(vae, *video, latents=4) <= 1.1 * needed
+
+
+@pytest.mark.parametrize("options", [{}, CASES["wan2.2-5b"].vae], ids=["wan 2.1", "ti2v-5b"])
+@pytest.mark.parametrize(
+    ("dtype", "capability", "norm"),
+    [
+        (torch.float32, (9, 0), NORM),
+        (torch.bfloat16, (8, 9), NORM),
+        (torch.bfloat16, (0, 0), PYTORCHS_NORM),
+    ],
+)
+def test_a_vae_by_pytorchs_operations_takes_what_is_planned(dtype, capability, norm, options):
+    """Counted on tensors without values. In fp32, and on other cards, convolutions are PyTorch's."""
+    with torch.device("meta"):
+        vae = AutoencoderKLWan(**options).to(dtype).eval()
+    video, reads_image = Video(480, 832, 81), tiny_wan_transformer(in_channels=36)
+    patched = Patched({"transformer": reads_image, "vae": vae}, trp.Exact(), capability=capability)
+    planned = {stage.name: stage.computing for stage in stages_of(patched, video)}
+    x = torch.empty(1, 3, video.frames, *video[:2], dtype=dtype, device="meta")
+    z = torch.empty(1, vae.config.z_dim, *latent_size(vae.config, *video), dtype=dtype, device="meta")
+    with trp.patch(vae):
+        with as_on_a_gpu(vae, PYTORCHS_CONVOLUTION, norm) as counted:
+            vae.encode(x)
+        assert counted.bytes + x.nbytes <= planned["VAE encoding"] <= 1.15 * (counted.bytes + x.nbytes)
+        with as_on_a_gpu(vae, PYTORCHS_CONVOLUTION, norm) as counted:
+            vae.decode(z)
+        assert counted.bytes <= planned["decoding"] <= 1.1 * counted.bytes
 
 
 @pytest.mark.parametrize("name", ["anyflow far", "animate 2"])

@@ -37,8 +37,9 @@ TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 
 BESIDE_BLOCKS = 100 * 10**6  # bytes of latents, prompts and workspaces in a step: H200 runs had 80 to 120 MB
 BESIDE_TOKEN = 2200  # the same for each token of a large video (calculated): most of it is the sampler's latents
 FP32_BYTES = 4
-# The memory of PyTorch's convolutions in a decode over that of ours, counted at 480p and 720p, and for TI2V-5B.
-PYTORCH_DECODES, PYTORCH_DECODES_5B = 1.06, 1.15
+# The memory of a VAE's run over that with our kernels, counted at 480p and 720p: of a decode, TI2V-5B's, and an encode.
+PYTORCHS_CONVOLUTIONS = 1.06, 1.15, 1.06
+PYTORCHS_NORMS_TOO = 1.2, 1.25, 1.55
 
 
 class Video(NamedTuple):
@@ -108,7 +109,7 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
     _, given = given_bytes(patched, video)
     is_ours = vae is not None and _is_patched(vae, patched.config)
     if vae is not None:
-        ours = partial(encoding_bytes, latents=patched.config.vae_chunk)
+        ours = partial(_encoding_bytes, patched=patched)
         yield from _encoding("VAE encoding", patched, video, ours if is_ours else unpatched_encoding_bytes)
     for name, model in models.items():
         if family_of(model) is not None:
@@ -324,16 +325,30 @@ def _has_kernels(patched: Patched) -> bool:
     return is_known and patched.config.implementation != "torch"
 
 
+def _over_our_kernels(vae: nn.Module, patched: Patched) -> tuple[float, float]:
+    """Return the memory of a decode and of an encode by a VAE over that with our kernels, which are for 16 bits."""
+    over = (1.0, 1.0, 1.0)
+    if not _has_kernels(patched):
+        over = PYTORCHS_NORMS_TOO
+    elif patched.capability not in (None, SM90) or vae.dtype == torch.float32:
+        over = PYTORCHS_CONVOLUTIONS
+    decoding, residual, encoding = over
+    return residual if getattr(vae.config, "is_residual", False) else decoding, encoding
+
+
+def _encoding_bytes(vae: nn.Module, *size: int, in_tiles: bool, patched: Patched) -> int:
+    """Return the bytes that the patched VAE encodes a video of this size with."""
+    _, times = _over_our_kernels(vae, patched)
+    return round(times * encoding_bytes(vae, *size, in_tiles=in_tiles, latents=patched.config.vae_chunk))
+
+
 def _decoding_bytes(
     vae: nn.Module, patched: Patched, video: Video, *, in_tiles: bool = False, free: int | None = None
 ) -> int:
     """Return the bytes that the patched VAE decodes with. in_tiles, free: as of `decoding_bytes`."""
-    config, capability = patched.config, patched.capability
+    config, (times, _) = patched.config, _over_our_kernels(vae, patched)
     options = {"in_8_bits": config.vae == VAE_8BIT, "latents": config.vae_chunk}
     size_of = partial(decoding_bytes, vae, *video, in_tiles=in_tiles, **options)
-    if capability in (None, SM90):
-        return size_of(free=free)
-    times = PYTORCH_DECODES_5B if getattr(vae.config, "is_residual", False) else PYTORCH_DECODES
     return round(times * size_of(free=None if free is None else round(free / times)))
 
 

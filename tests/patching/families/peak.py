@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
+from turbo_rcm_patch.kernels.conv.conv_pytorch import convolve
 from turbo_rcm_patch.kernels.conv.conv_skip import result_shape
 from turbo_rcm_patch.patching.families.vae import steps
 
@@ -74,11 +75,15 @@ def convolved(x, weight, bias, residual, front, upsample, interleave):
 CONVOLUTION = Op("conv_skip", (Kernel("one kernel", lambda _: None, convolved),))
 
 
+PYTORCHS_CONVOLUTION = Op("conv_skip", (Kernel("PyTorch's", lambda _: None, convolve, is_fused=False),))
+PYTORCHS_NORM = steps.RMS_NORM_SILU  # as it runs on tensors without values
+
+
 @contextmanager
-def as_on_a_gpu(vae):
-    """Count the bytes of a run with PyTorch's fused attention, and our convolutions and norms."""
+def as_on_a_gpu(vae, convolution=CONVOLUTION, norm=NORM):
+    """Count the bytes of a run with PyTorch's fused attention, and by default our convolutions and norms."""
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
-    norm = mock.patch.object(steps, "RMS_NORM_SILU", NORM)
-    convolution = mock.patch.object(steps.kernels, "CONV_SKIP", CONVOLUTION)
+    norm = mock.patch.object(steps, "RMS_NORM_SILU", norm)
+    convolution = mock.patch.object(steps.kernels, "CONV_SKIP", convolution)
     with torch.no_grad(), fused, norm, convolution, Peak(vae) as counted:
         yield counted
