@@ -153,7 +153,7 @@ FAMILIES = {
 }
 # One name for each model. Those with a comma differ in options and calls alone.
 EACH_MODEL = [name for name in FAMILIES if "," not in name]
-# Families whose self-attention is called as a whole, because it has a mask or a cache, and those where it is not sparse.
+# Families whose self-attention is called as a whole, because it has a mask or a cache, and those where it is dense.
 WHOLE = ("skyreels, causal", "anyflow far", "anyflow far, with a cache")
 DENSE = (*WHOLE, "animate 2", "animate 2, driving video")
 
