@@ -119,6 +119,16 @@ def test_a_list_that_does_not_help_is_not_written(model_with_an_outlier, tmp_pat
     assert file.read_text() == "mine"
 
 
+def test_no_list_is_written_if_an_expert_did_not_run(tmp_path, capsys):
+    tiny_wan_pipeline("wan22").save_pretrained(tmp_path / "model")
+    options = ["--model", str(tmp_path / "model"), "--preset", "quantized", *TINY, "--steps", "1"]
+    assert main(["verify", *options, "--keep-out", str(tmp_path / "keep.json")]) == 1
+    printed = capsys.readouterr().out
+    assert "transformer_2.blocks.0: no step reached it; use more steps" in printed
+    assert "keep.json is not written: with this list too, a check above fails" in printed
+    assert not (tmp_path / "keep.json").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -198,9 +198,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _write_keep_out(path: Path, content: dict[str, object], *, ok: bool) -> None:
-    """Write the list of `verify --keep-out`, if the limits hold with it."""
+    """Write the list of `verify --keep-out`, if all checks pass with it."""
     if not ok:
-        print(f"\n{path} is not written: with this list too, an error is above its limit")
+        print(f"\n{path} is not written: with this list too, a check above fails")
         return
     write_json(path, content)
     print(f"\nwrote {path}; use it by --preset quantized --keep {shlex.quote(str(path))}")
