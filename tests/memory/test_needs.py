@@ -93,6 +93,15 @@ def test_a_pipeline_has_a_line_for_each_tier_and_size(tmp_path):
     assert one == [found[2]]
 
 
+def test_the_amounts_in_the_table_are_enough():
+    found = list(models_by_preset("wan2.1-1.3b"))
+    _, *rows = needs_table(needs(found, VIDEOS[:1])).splitlines()
+    for (_, patched), row in zip(found, rows, strict=True):
+        *_, resident, least = row.split()
+        plan.plan_for(patched, VIDEOS[0], plan.budget_of(f"{least} GB"))
+        assert not plan.plan_for(patched, VIDEOS[0], plan.budget_of(f"{resident} GB")).placement.streaming
+
+
 @pytest.mark.parametrize(("name", "gib"), [("wan2.1-1.3b", 0.86), ("wan2.1-14b", 1.91)])
 def test_real_models_take_at_most_55_percent_in_8_bits(name, gib):
     weights, steps = {}, {}
