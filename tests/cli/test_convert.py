@@ -38,7 +38,8 @@ def test_a_converted_model_can_be_loaded(saved_models, tmp_path, capsys):
 def test_the_line_names_the_class_of_the_model(tmp_path, capsys):
     vace().save_pretrained(tmp_path / "vace")
     assert main(["convert", str(tmp_path / "vace"), str(tmp_path / "out"), "--preset", "exact", *CPU]) == 0
-    assert f"WanVACETransformer3DModel.from_pretrained('{tmp_path / 'out'}')" in capsys.readouterr().out
+    line = f"WanVACETransformer3DModel.from_pretrained('{tmp_path / 'out'}', dtype=torch.bfloat16)"
+    assert line in capsys.readouterr().out
 
 
 def words_of_the_line(printed):
@@ -73,15 +74,17 @@ def test_the_lines_keep_the_attentions_that_were_kept(saved_models, tmp_path, ca
     assert "named in keep (2)" in patch.summary()
 
 
-def test_the_lines_in_python_are_for_every_transformer_of_the_folder(tmp_path, capsys, monkeypatch):
-    pipe, out = tiny_wan_pipeline("wan22"), tmp_path / "out"
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_the_lines_in_python_are_for_every_transformer_of_the_folder(tmp_path, capsys, dtype):
+    pipe, out, given = tiny_wan_pipeline("wan22"), tmp_path / "out", ["--dtype", dtype] if dtype else []
     pipe.save_pretrained(tmp_path / "pipe")
-    assert main(["convert", str(tmp_path / "pipe"), str(out), "--preset", "exact", "--dtype", "float32", *CPU]) == 0
+    assert main(["convert", str(tmp_path / "pipe"), str(out), "--preset", "exact", *given, *CPU]) == 0
     lines = capsys.readouterr().out.split("or in Python by\n")[1]
-    names = {"pipe": SimpleNamespace(), "WanTransformer3DModel": WanTransformer3DModel}
+    names = {"pipe": SimpleNamespace(), "torch": torch, "WanTransformer3DModel": WanTransformer3DModel}
     exec(textwrap.dedent(lines), names)
     for name in ("transformer", "transformer_2"):
-        assert torch.equal(getattr(names["pipe"], name).proj_out.weight, getattr(pipe, name).proj_out.weight)
+        found, expected = (getattr(one, name).proj_out.weight for one in (names["pipe"], pipe))
+        assert torch.equal(found, expected.to(getattr(torch, dtype or "bfloat16")))
 
 
 def test_a_converted_folder_is_refused_where_its_weights_cannot_run(saved_models, tmp_path, capsys):

@@ -277,7 +277,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             arguments.target,
             replace(PRESETS[arguments.preset], **config_options(arguments)),
             capability=capability,
-            dtype=getattr(torch, arguments.dtype or "bfloat16"),
+            dtype=getattr(torch, _stored_dtype(arguments)),
             device=device,
             report=print,
         )
@@ -287,6 +287,11 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise CommandError(f"cannot write {arguments.target}: {error}; check the disk's free space.") from error
     print(_how_to_use(arguments))
     return 0
+
+
+def _stored_dtype(arguments: argparse.Namespace) -> str:
+    """Return the dtype of what `convert` does not store in 8 bits."""
+    return arguments.dtype or "bfloat16"
 
 
 def _how_to_use(arguments: argparse.Namespace) -> str:
@@ -299,8 +304,10 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
     ]
     line += ["--transformer", shlex.quote(str(arguments.target))]
     if isinstance(PRESETS[arguments.preset], Exact):
+        dtype = f"dtype=torch.{_stored_dtype(arguments)}"  # without it diffusers loads fp32
         python = "\n  ".join(
-            f"pipe.{name or COMPONENTS[0]} = {read_config(folder)['_class_name']}.from_pretrained({str(folder)!r})"
+            f"pipe.{name or COMPONENTS[0]} = {read_config(folder)['_class_name']}"
+            f".from_pretrained({str(folder)!r}, {dtype})"
             for name, folder in component_folders(arguments.target).items()
         )
     else:
