@@ -84,7 +84,8 @@ def test_the_lines_in_python_are_for_every_transformer_of_the_folder(tmp_path, c
     exec(textwrap.dedent(lines), names)
     for name in ("transformer", "transformer_2"):
         found, expected = (getattr(one, name).proj_out.weight for one in (names["pipe"], pipe))
-        assert torch.equal(found, expected.to(getattr(torch, dtype or "bfloat16")))
+        assert found.dtype == getattr(torch, dtype or "bfloat16")
+        assert torch.equal(found, expected.to(found.dtype))
 
 
 def test_a_converted_folder_is_refused_where_its_weights_cannot_run(saved_models, tmp_path, capsys):
