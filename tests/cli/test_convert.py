@@ -113,7 +113,7 @@ def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp
         save_file({f"{name}.{part}": torch.ones(1) for part in parts}, tmp_path / "8.safetensors")
         assert message in error_of(capsys, *command, tmp_path / "8.safetensors")
     message = error_of(capsys, *command, tmp_path / "part.safetensors")
-    assert "part.safetensors: it lacks weights of a WanTransformer3DModel." in message
+    assert "part.safetensors: diffusers does not find all weights of a WanTransformer3DModel in it. turbo-" in message
     assert f"cannot load --transformer {tmp_path / 'b.gguf'}: " in error_of(capsys, *command, tmp_path / "b.gguf")
     monkeypatch.setattr(transformers, "find_spec", lambda name: None)
     message = error_of(capsys, *command, tmp_path / "b.gguf")
@@ -128,6 +128,14 @@ def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp
         assert "replaces the pipeline's transformer_2, but --model" in error_of(capsys, *second[:-2], *more)
     assert "--transformer nothing: no such file or folder" in error_of(capsys, *command, "nothing")
     assert "--transformer goes with --model" in error_of(capsys, "verify", "--transformer", tmp_path)
+
+
+def test_convert_knows_names_that_diffusers_does_not(saved_models, tmp_path, capsys):
+    save_file(official_state_dict(tiny_wan_transformer(), prefix="net."), tmp_path / "net.safetensors")
+    given = ["--model", saved_models / "t2v", *TINY, "--transformer"]
+    assert "convert FILE FOLDER --preset exact" in error_of(capsys, "verify", *given, tmp_path / "net.safetensors")
+    convert = ["convert", tmp_path / "net.safetensors", tmp_path / "out", "--preset", "exact", *CPU]
+    assert main(list(map(str, convert))) == 0
 
 
 def test_integers_without_scales_are_no_weights(saved_models, tmp_path, capsys):

@@ -151,8 +151,11 @@ def _of_file(
             more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
             model = family.transformer_class.from_single_file(str(path), dtype=dtype, **config, **more)
     except NotImplementedError as error:  # a tensor on the meta device cannot be read
-        lacks = f"it lacks weights of {with_article(family.transformer_class.__name__)}"
-        raise CommandError(f"cannot load {option} {path}: {lacks}.") from error
+        model = with_article(family.transformer_class.__name__)
+        raise CommandError(
+            f"cannot load {option} {path}: diffusers does not find all weights of {model} in it. turbo-rcm convert FILE "
+            "FOLDER --preset exact knows more names, or says what is missing."
+        ) from error
     except (ValueError, OSError, ImportError, RuntimeError, KeyError) as error:
         line = next(iter(str(error).splitlines()), type(error).__name__)
         raise CommandError(f"cannot load {option} {path}: {line}") from error
