@@ -153,8 +153,8 @@ def _of_file(
     except NotImplementedError as error:  # a tensor on the meta device cannot be read
         model = with_article(family.transformer_class.__name__)
         raise CommandError(
-            f"cannot load {option} {path}: diffusers does not find all weights of {model} in it. turbo-rcm convert FILE "
-            "FOLDER --preset exact knows more names, or says what is missing."
+            f"cannot load {option} {path}: diffusers does not find all weights of {model} in it. turbo-rcm convert "
+            "FILE FOLDER --preset exact knows more names, or says what is missing."
         ) from error
     except (ValueError, OSError, ImportError, RuntimeError, KeyError) as error:
         line = next(iter(str(error).splitlines()), type(error).__name__)
