@@ -104,6 +104,32 @@ def test_files_of_something_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["TurboWan.pth", "vae.pth"]
 
 
+WRONG_FILES = {
+    "nunchaku": (
+        "qweight",
+        r"net\.blocks\.0\.ffn\.0\.qweight in place of \S+: its weights are quantised in a format that",
+    ),
+    "quanto": ("weight._data", r"ffn\.0\.weight\._data in place of \S+: its weights are quantised in a format that"),
+    "another layer": ("other.weight", r"holds no Wan transformer: it has no blocks\.0\.ffn\.0\.weight or \S+\. Give a"),
+}
+
+
+@pytest.mark.parametrize(("name", "message"), WRONG_FILES.values(), ids=WRONG_FILES)
+def test_a_file_without_a_weight(tmp_path, name, message):
+    weights, layer = official_state_dict(model_of(head_dim=128), prefix="net."), "net.blocks.0.ffn.0"
+    weights[f"{layer}.{name}"] = weights.pop(f"{layer}.weight")
+    torch.save(weights, tmp_path / "file.pth")
+    with pytest.raises(ValueError, match=message):
+        convert_model(tmp_path / "file.pth", tmp_path / "out", trp.PRESETS["exact"])
+
+
+def test_a_lora_is_not_taken_for_a_quantised_file(tmp_path):
+    parts = {"lora_down.weight": torch.ones(4, 16), "lora_up.weight": torch.ones(16, 4), "alpha": torch.tensor(4.0)}
+    torch.save({f"diffusion_model.patch_embedding.{part}": value for part, value in parts.items()}, tmp_path / "l.pth")
+    with pytest.raises(ValueError, match=r"holds no Wan transformer: it has no patch_embedding\.weight"):
+        convert_model(tmp_path / "l.pth", tmp_path / "out", trp.PRESETS["exact"])
+
+
 @pytest.mark.parametrize("preset", ["exact", "sparse"])
 def test_a_folder_with_one_file_is_that_file(tmp_path, preset):
     (tmp_path / "in").mkdir()

@@ -11,7 +11,9 @@ from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 
 from ....checkpoints.lazy import Tensors
+from ....checkpoints.lora import looks_like_lora
 from ....checkpoints.names import without_prefix
+from ....checkpoints.whole import refuse_companions
 from .names import WAN_NAMES
 
 
@@ -26,13 +28,15 @@ def _config_of(source: Path, tensors: Tensors) -> dict[str, object]:
     """Return the arguments of the transformer that a file is for, inferred from shapes.
 
     The rest is as in every Wan: heads of 128 channels (or proj_l's size), patches of (1, 2, 2), an epsilon of 1e-6.
-    Raises ValueError for a file of another model.
+    Raises ValueError for a file of another model, or with weights in a quantised format that is not known.
     """
     shapes = {without_prefix(name).replace(".int8_weight", ".weight"): tensor.shape for name, tensor in tensors.items()}
 
     def shape_of(*names: str) -> tuple[int, ...]:
         found = next((shapes[name] for name in names if name in shapes), None)
         if found is None:
+            keys = {without_prefix(key): key for key in tensors if not looks_like_lora([key])}
+            refuse_companions(str(source), keys, every=frozenset(), missing=frozenset(names))
             raise ValueError(
                 f"{source} holds no Wan transformer: it has no {' or '.join(names)}. Give a file with a whole one."
             )
