@@ -96,7 +96,7 @@ def test_offloading_of_freed_weights(place):
     model = tiny_wan_transformer(layers=1)
     trp.patch(model, FREED)
     expected = output_of(model)
-    refused = pytest.raises(RuntimeError, match=r"to_q\.weight: the values of this weight were freed")
+    refused = pytest.raises(RuntimeError, match=r"to_q\.weight: the values .* take trp\.fit or diffusers' group off")
     with contextlib.nullcontext() if place == "leaf-level offloading" else refused:
         PLACES[place](model)
     assert torch.equal(output_of(model), expected)

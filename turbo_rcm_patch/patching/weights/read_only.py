@@ -17,7 +17,8 @@ RULE = (
 FREED = (
     "the values of this weight were freed: its linear runs in 8 bits, patched with restorable=False or loaded from 8 "
     "bits. Load the model again without the patch, or patch it with restorable=True, to read, save or change them. "
-    "pipe.load_lora_weights reads them too: load a LoRA before the patch, or with use_distilled."
+    "pipe.load_lora_weights reads them too: load a LoRA before the patch, or with use_distilled. "
+    "accelerate's sequential offloading and device maps read them as well: take trp.fit or diffusers' group offloading."
 )
 
 
