@@ -155,6 +155,47 @@ def test_kept_prompts_do_not_outlive_a_change_of_the_weights(write):
     assert not torch.equal(after.float(), before)
 
 
+def test_under_autograd_the_derivative_of_a_kept_prompt_reaches_the_weights():
+    encoder = tiny_wan_pipeline().text_encoder
+    tokens, mask = torch.randint(3, 200, (1, 5)), torch.ones(1, 5, dtype=torch.long)
+    patch = trp.patch_text_encoder(encoder, keep_prompts=2)
+    with torch.no_grad():
+        encoder(tokens, mask)
+    assert encoder(tokens, mask).last_hidden_state.requires_grad
+    assert patch.kept_prompts == 1
+    encoder.requires_grad_(False)
+    assert not encoder(tokens, mask).last_hidden_state.requires_grad
+    assert vars(encoder)[forward.KEPT].hits == 1
+
+
+def test_embeddings_with_the_derivative_of_a_hook_are_not_kept():
+    encoder, added = tiny_wan_pipeline().text_encoder.requires_grad_(False), torch.zeros(1, requires_grad=True)
+    encoder.encoder.block[1].register_forward_hook(lambda module, args, output: output + added)
+    tokens, mask = torch.randint(3, 200, (1, 5)), torch.ones(1, 5, dtype=torch.long)
+    patch = trp.patch_text_encoder(encoder, keep_prompts=2)
+    for _ in range(2):
+        encoder(tokens, mask).last_hidden_state.sum().backward()
+    assert patch.kept_prompts == 0
+
+
+def test_kept_prompts_outlive_a_move_of_the_weights(encodings):
+    """Offloading moves weights between devices so."""
+    pipe = tiny_wan_pipeline()
+    trp.patch_text_encoder(pipe, keep_prompts=1)
+    encoded(pipe, SHORT)
+    once = len(encodings)
+    for parameter in pipe.text_encoder.parameters():
+        parameter.data = parameter.data.clone()
+    encoded(pipe, SHORT)
+    assert len(encodings) == once
+
+
+def test_a_stack_of_another_class_runs_as_it_is():
+    encoder = tiny_wan_pipeline().text_encoder
+    encoder.encoder = torch.nn.Sequential(encoder.encoder)
+    assert "run as transformers runs them: layers of another class" in str(trp.patch_text_encoder(encoder))
+
+
 def test_a_whole_generation():
     pipe = tiny_wan_pipeline()
 

@@ -1,5 +1,7 @@
 """The patched encoder against transformers' own, on the CPU in fp32."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
@@ -101,12 +103,17 @@ def replace_norm(encoder):
     encoder.encoder.final_layer_norm.forward = lambda x: x
 
 
+def ask_for_hidden_states(encoder):
+    encoder.encoder.config = copy.copy(encoder.encoder.config)  # other tests' encoders share it
+    encoder.encoder.config.output_hidden_states = True
+
+
 CHANGES = {
     "training": lambda encoder: encoder.train(),
     "fp16": lambda encoder: encoder.half(),
     "a hook": add_hook,
     "a replaced norm": replace_norm,
-    "all hidden states": lambda encoder: setattr(encoder.encoder.config, "output_hidden_states", True),
+    "all hidden states": ask_for_hidden_states,
 }
 
 
@@ -126,6 +133,49 @@ def test_an_encoder_with_other_parts_runs_as_transformers_runs_it(change, lean):
         expected = type(encoder).forward(encoder, tokens, mask).last_hidden_state
     assert not lean
     torch.testing.assert_close(found[:, :5], expected[:, :5], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_linears_that_transformers_keeps_in_fp32(in_8_bits, lean):
+    encoder = tiny_wan_pipeline(dtype=torch.bfloat16).text_encoder
+    for block in encoder.encoder.block:
+        block.layer[1].DenseReluDense.wo.float()
+    tokens, mask = torch.randint(3, 200, (1, 9)), torch.ones(1, 9, dtype=torch.long)
+    with torch.no_grad():
+        expected = encoder(tokens, mask).last_hidden_state
+        patch = trp.patch_text_encoder(encoder, in_8_bits=in_8_bits)
+        found = encoder(tokens, mask).last_hidden_state
+    assert not lean
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).norm() <= (0.05 * expected.norm() if in_8_bits else 0)
+    assert "its layers run as transformers runs them: weights of several dtypes" in str(patch)
+    patch.restore()
+    encoder.bfloat16()
+    assert "as transformers runs them" not in str(trp.patch_text_encoder(encoder))
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear of another library."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.detach().abs().amax() / 127
+        self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight * self.scale)
+
+
+def test_linears_of_others_in_int8(lean):
+    encoder = tiny_wan_pipeline().text_encoder
+    for block in encoder.encoder.block:
+        block.layer[1].DenseReluDense.wo = Int8Linear(block.layer[1].DenseReluDense.wo)
+    tokens, mask = torch.randint(3, 200, (1, 9)), torch.ones(1, 9, dtype=torch.long)
+    with torch.no_grad():
+        expected = encoder(tokens, mask).last_hidden_state
+        trp.patch_text_encoder(encoder)
+        torch.testing.assert_close(encoder(tokens, mask).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+    assert lean
 
 
 def test_other_outputs_and_tuples(lean):

@@ -46,7 +46,10 @@ class TextEncoderPatch(Handle):
         return len(vars(self.encoder)[KEPT]) if self.active else 0
 
     def forget_prompts(self) -> None:
-        """Forget the kept embeddings. Call it after you change the encoder other than by its weights."""
+        """Forget the kept embeddings. Call it after you change the encoder other than by its weights.
+
+        Changes of weights made through ``.data`` are not detected: call it after these too.
+        """
         if self.active:
             vars(self.encoder)[KEPT].clear()
 
@@ -68,6 +71,8 @@ class TextEncoderPatch(Handle):
             return "text encoder: restored"
         kept: PromptCache = vars(self.encoder)[KEPT]
         lines = ["text encoder: encodes the prompts' real tokens", weights_note(self.encoder)]
+        if (reason := _why_not_lean(self.encoder)) is not None:
+            lines.append(f"its layers run as transformers runs them: {reason}")
         if kept.count:
             lines.append(f"embeddings of {counted(len(kept), 'call')} kept, at most {kept.count}; {kept.hits} reused")
         if (graphs := vars(self.encoder)[GRAPHS]) is not None:
@@ -93,7 +98,7 @@ def patch_text_encoder(
             the embeddings is at most twice that of bf16.
         restorable: True to keep the original weights on the CPU, False to free them.
         keep_prompts: how many calls' embeddings are kept, so that the same prompts again take no time. Each takes up to
-            4 MB. A generation with guidance makes two calls.
+            4 MB a prompt. A generation with guidance makes two calls.
         cuda_graph: True to replay the encoder as CUDA graphs, while all of it is on the GPU. A graph is of one length
             in 64 tokens, recorded when that comes for the second time. Graphs keep the memory that they compute with.
 
@@ -144,12 +149,18 @@ def linears_to_store(encoder: nn.Module) -> list[nn.Linear]:
 
 def runs_lean(encoder: nn.Module) -> bool:
     """True if an encoder is patched and its layers run as here: their attention keeps no scores."""
-    return KEPT in vars(encoder) and why_not_lean(encoder.encoder) is None
+    return KEPT in vars(encoder) and _why_not_lean(encoder) is None
 
 
 def has_graphs(encoder: nn.Module) -> bool:
     """True if an encoder is patched to run as CUDA graphs."""
     return vars(encoder).get(GRAPHS) is not None
+
+
+def _why_not_lean(encoder: UMT5EncoderModel) -> str | None:
+    """Return the reason why a patched encoder's layers run as transformers runs them, or None."""
+    stack = encoder.encoder
+    return why_not_lean(stack) if "forward" in vars(stack) else "layers of another class"
 
 
 def _convertible(encoder: UMT5EncoderModel) -> list[nn.Linear]:

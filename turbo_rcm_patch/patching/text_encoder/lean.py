@@ -56,6 +56,8 @@ def why_not_lean(stack: UMT5Stack) -> str | None:
     for module in (*entered, *read):
         if type(module) not in ENTERED or (reason := hook_on(module)):
             return f"a {type(module).__name__}" if type(module) not in ENTERED else reason
-    if any(module.weight.dtype != dtype for module in read):
+    outputs = [block.layer[-1].DenseReluDense.wo for block in stack.block]
+    # transformers casts the input of a wo that it keeps in fp32, but not of one in int8.
+    if any(m.weight.dtype != dtype for m in read) or any(m.weight.dtype not in (dtype, torch.int8) for m in outputs):
         return "weights of several dtypes"
     return None

@@ -23,11 +23,13 @@ class PromptCache:
         return len(self._results)
 
     def key(self, encoder: nn.Module, input_ids: torch.Tensor, lengths: Sequence[int]) -> Hashable | None:
-        """Return what the embeddings of tokens [B, T] depend on, or None if nothing is kept.
+        """Return what the embeddings of tokens [B, T] depend on, or None if they are neither kept nor reused.
 
-        The encoder's weights count by identity, dtype and the count of writes that PyTorch keeps.
+        Under autograd they are not if any weight requires a gradient, because kept embeddings have no derivative. The
+        encoder's weights count by identity, dtype and the count of writes that PyTorch keeps. Changes made through
+        ``.data`` are not detected.
         """
-        if self.count == 0:
+        if self.count == 0 or (torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())):
             return None
         rows = input_ids[:, : max(lengths)].tolist()
         tokens = tuple(tuple(row[:length]) for row, length in zip(rows, lengths, strict=True))
