@@ -109,17 +109,18 @@ def to_float32(values):
 
 
 class Tensor:
-    """A tensor in registers. products: of operands in shared memory, that are still to be added."""
+    """A tensor in registers. products: those still to be added, each as its number in the role and its operands."""
 
     type = types.SimpleNamespace(layout=types.SimpleNamespace(instr_shape=(64, 64, 16)))
 
     def __init__(self, values, products=()):
         self.values, self.products, self.shape = values, products, values.shape
 
-    def wait(self, outstanding):
-        due = len(self.products) - outstanding
-        products = (to_float32(a.values) @ to_float32(b.values) for a, b in self.products[:due])
-        return Tensor(sum(products, start=self.values), self.products[due:])
+    def wait(self, last):
+        """Add the products up to this number."""
+        due = [(a, b) for number, a, b in self.products if number <= last]
+        products = (to_float32(a.values) @ to_float32(b.values) for a, b in due)
+        return Tensor(sum(products, start=self.values), self.products[len(due) :])
 
     def apply(self, function, *others):
         assert not self.products, "read before it was waited for"
@@ -306,14 +307,14 @@ class Machine:
             descriptor.write(start, source.values)
         self.local.stores = []
 
-    @staticmethod
-    def multiply(a, b, acc, use_acc=True, is_async=True):
-        products = (*acc.products, (a, b)) if use_acc else ((a, b),)
+    def multiply(self, a, b, acc, use_acc=True, is_async=True):
+        self.local.started = getattr(self.local, "started", 0) + 1
+        products = (*(acc.products if use_acc else ()), (self.local.started, a, b))
         return Tensor(acc.values if use_acc else np.zeros_like(acc.values), products)
 
-    @staticmethod
-    def wait(outstanding, deps):
-        waited = [tensor.wait(outstanding // len(deps)) for tensor in deps]
+    def wait(self, outstanding, deps):
+        """Wait for all products that the role has started but the last ones, `outstanding` of them."""
+        waited = [tensor.wait(self.local.started - outstanding) for tensor in deps]
         return waited[0] if len(waited) == 1 else tuple(waited)
 
     def warp_specialize(self, roles, warps, registers):

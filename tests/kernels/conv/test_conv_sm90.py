@@ -167,7 +167,7 @@ def test_loads_may_arrive_at_any_time(seed, on_cpu):
     "broken",
     [
         {"tma": types.SimpleNamespace(store_wait=lambda outstanding: None)},  # the buffer is never known to be read
-        {"warpgroup_mma_wait": lambda outstanding, deps: gluon_on_cpu.Machine.wait(6 * len(deps), deps)},
+        {"warpgroup_mma_wait": lambda outstanding, deps: deps},
     ],
 )
 def test_a_wait_too_few_shows(broken, on_cpu):

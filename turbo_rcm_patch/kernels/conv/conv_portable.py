@@ -21,7 +21,7 @@ from ..tma import TMA_CAPABILITY
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image, residual_repeats
 
 ALIGNED = 16  # columns of a window's products are a multiple of this
-PIXELS = 256  # per program that adds the products of a window
+VALUES = 1024  # of the result, per program that adds the products of a window: more would spill registers
 FP32_BYTES = 4
 
 
@@ -73,9 +73,8 @@ def _launch_narrow(
     pixels = out.numel() // N
     arguments = products, bias, residual, out, pixels, *out.shape[2:4], N, len(columns)
     width = next_power_of_2(N)
-    launch_kernel(
-        _add_window_kernel, (cdiv(pixels, PIXELS),), *arguments, KH=kh, COLUMNS=width, PIXELS=PIXELS, num_warps=4
-    )
+    part = VALUES // width
+    launch_kernel(_add_window_kernel, (cdiv(pixels, part),), *arguments, KH=kh, COLUMNS=width, PIXELS=part, num_warps=4)
 
 
 def _launch_boxes(
