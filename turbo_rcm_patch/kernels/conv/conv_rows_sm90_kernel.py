@@ -69,11 +69,11 @@ def conv_rows_kernel(
     hand_over = (staging, staged, free)
     sizes = (boxes, T, H, W, N)
     K: gl.constexpr = KT * WINDOW * WINDOW * C
-    epilogue = (residual, out, bias, sizes, K)
+    epilogue = (residual, out, bias, sizes)
     gl.warp_specialize(
         [
-            (_consume, (0, operands, turns, hand_over, epilogue)),
-            (_consume, (1, operands, turns, hand_over, epilogue)),
+            (_consume, (0, operands, turns, hand_over, epilogue, K)),
+            (_consume, (1, operands, turns, hand_over, epilogue, K)),
             (_load_operands, (x, front, weight, tail, operands, sizes, C, KT)),
             (_load_residuals, (residual, hand_over, sizes, K)),
         ],
@@ -149,11 +149,11 @@ def _load_residuals(residual, hand_over, sizes, K: gl.constexpr):
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, operands, turns, hand_over, epilogue):
+def _consume(CONSUMER: gl.constexpr, operands, turns, hand_over, epilogue, K: gl.constexpr):
     """Compute every second tile of the program in one warpgroup."""
     _, w_tiles, tail_tiles, full, empty = operands
     staging, staged, free = hand_over
-    residual, out, bias, sizes, K = epilogue
+    residual, out, bias, sizes = epilogue
     BOX_W: gl.constexpr = staging.shape[1]
     CHUNKS: gl.constexpr = staging.shape[0] // ROWS
     COLUMNS: gl.constexpr = w_tiles.shape[1]
