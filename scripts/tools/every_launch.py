@@ -327,7 +327,7 @@ def launch_conv_skip() -> None:
         launch_convolution(*frames, C, N, window=(1, 1), dense=False)
     for options in ({}, {"front": False}, {"dense": False}, {"dtype": FP16}):
         with CONV_SKIP.trying(CONV_SKIP.named(ROWS_ONCE)), contextlib.suppress(ValueError):  # of another architecture
-            launch_convolution(4, 60, 104, 96, 96, window=(3, 3), **options)
+            launch_convolution(6, 60, 104, 96, 96, window=(3, 3), **options)
     for dtype, taps in product(KERNEL_DTYPES, (27, 9, 3)):
         pack_weight(meta(192, 192, taps, 1, 1, dtype=dtype).permute(0, 2, 3, 4, 1))
 

@@ -1,7 +1,7 @@
 """The launch of the convolution on sm_90 that loads each row of pixels once for the three rows of the window.
 
-It serves results of 96 channels. There the loads of the usual kernel (conv_sm90.py) are the limit: a tile of 128 pixels
-has few products for each byte. It runs only where `turbo-rcm tune` found it the fastest. The kernel is in
+It serves results of 96 channels. There the loads of the usual kernel (conv_sm90.py) are the limit: its tiles have few
+products for each byte. It runs only where `turbo-rcm tune` found it the fastest. The kernel is in
 conv_rows_sm90_kernel.py.
 """
 
@@ -22,7 +22,7 @@ if conv_sm90.GLUON_ERROR is None:
 ROWS_ONCE = f"{GLUON}, rows loaded once"
 TILE = (64, 32)  # columns, and of the tail
 PIXELS, DEPTH = 64, 32  # of a row of a tile; channels of a step
-STAGES = 4  # of 42 KiB, beside a staging buffer of 48 KiB
+STAGES = 3  # of 50 KiB, beside a staging buffer of 72 KiB
 
 
 def launch(
@@ -46,7 +46,7 @@ def fits(
 
 
 def _count_boxes(B: int, T: int, H: int, W: int) -> int:
-    return B * T * cdiv(H, ROWS.value) * cdiv(W, PIXELS)
+    return B * T * cdiv(H, 2 * ROWS.value) * cdiv(W, PIXELS)
 
 
 def _launch_rows(

@@ -1,13 +1,19 @@
 """A convolution in Gluon for sm_90 that loads each row of pixels once for the three rows of the window.
 
-It is built like conv_sm90_kernel.py, which says what the barriers are for. A tile is ROWS rows of BOX_W pixels of one
-frame × all columns. A step multiplies, over `depth` channels, the pixels at one frame and one column of W's window. So
-it has the rows of three positions, which lie one below the other. ROWS + 2 rows of x serve them all, where the other
-kernel loads 3 · ROWS. Each row of the tile has a sum of its own, because a product's pixels must follow each other in
-shared memory.
+A program walks tiles: ROWS rows of BOX_W pixels of one frame for each of two consumer warpgroups × all columns. A step
+multiplies, over `depth` channels, the pixels at one frame and one column of W's window. So it has the three positions
+of the window that lie one below the other. The 2 · ROWS + 2 rows of x that it loads serve them all, where
+conv_sm90_kernel.py loads each row of a tile three times. A consumer reads its ROWS + 2 rows into registers, each for up
+to three rows of sums: tensor cores would read them from shared memory again for each product. The consumers take turns:
+one multiplies while the other reads the rows of its next step.
 
-With 96 columns and 32 channels a step loads 43 KB for 6 · 128 · 96 · 32 multiplications. The other kernel loads 86 KB
-for these, with tiles of 128 pixels.
+The barriers are:
+
+    full[slot]   operands of a step arrived
+    empty[slot]  both consumers are done with them
+    turns[c]     consumer c may start the products of a step
+    staged[c]    consumer c's part of the staging buffer is free, with the residual in it
+    free[c]      that part has been stored
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from ..gluon_releases import jit, reinterpret, tma_load
 from ..linear.gemm_sm90_epilogue import sum_layout
 from .conv_sm90_kernel import _as_box, _count_tiles, _locate, _matrix_layout, _store
 
-ROWS = gl.constexpr(4)  # of a tile
+ROWS = gl.constexpr(3)  # of a consumer
 WINDOW = gl.constexpr(3)  # rows and columns
 
 
@@ -39,7 +45,7 @@ def conv_rows_kernel(
 
     front: the KT − 1 frames before x, or None if x begins with them. T, H, W: x's sizes without these frames.
     weight: [N, KT · 3 · 3 · C]. tail: the same, for the TAIL columns of a tile past a power of two.
-    boxes: the number of boxes of ROWS rows in all frames.
+    boxes: the number of boxes of 2 · ROWS rows in all frames.
     """
     DTYPE: gl.constexpr = x.dtype
     BOX_W: gl.constexpr = x.block_type.shape[2]
@@ -47,23 +53,23 @@ def conv_rows_kernel(
     COLUMNS: gl.constexpr = weight.block_type.shape[0]
     CHUNK: gl.constexpr = out.block_type.shape[4]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    a_rows = gl.allocate_shared_memory(DTYPE, [STAGES * (ROWS + WINDOW - 1), BOX_W, DEPTH], weight.layout)
+    a_rows = gl.allocate_shared_memory(DTYPE, [STAGES * (2 * ROWS + WINDOW - 1), BOX_W, DEPTH], weight.layout)
     w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * WINDOW, COLUMNS, DEPTH], weight.layout)
     tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * WINDOW, TAIL, DEPTH], weight.layout)
     STAGING: gl.constexpr = _matrix_layout(CHUNK)
-    staging = gl.allocate_shared_memory(out.dtype, [ROWS * ((COLUMNS + TAIL) // CHUNK), BOX_W, CHUNK], STAGING)
+    staging = gl.allocate_shared_memory(out.dtype, [2 * ROWS * ((COLUMNS + TAIL) // CHUNK), BOX_W, CHUNK], STAGING)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     staged = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
     for consumer in gl.static_range(2):
         mbarrier.init(turns.index(consumer), count=1)
         mbarrier.init(staged.index(consumer), count=1)
-    mbarrier.init(free, count=1)
+        mbarrier.init(free.index(consumer), count=1)
     fence_async_shared()
     operands = (a_rows, w_tiles, tail_tiles, full, empty)
     hand_over = (staging, staged, free)
@@ -92,14 +98,14 @@ def _load_operands(x, front, weight, tail, operands, sizes, C: gl.constexpr, KT:
     COLUMNS: gl.constexpr = w_tiles.shape[1]
     TAIL: gl.constexpr = tail_tiles.shape[1]
     STAGES: gl.constexpr = w_tiles.shape[0] // WINDOW
-    LOADED: gl.constexpr = ROWS + WINDOW - 1
+    LOADED: gl.constexpr = 2 * ROWS + WINDOW - 1
     CHUNKS: gl.constexpr = C // DEPTH
     FRONT: gl.constexpr = 0 if front is None else KT - 1
     K: gl.constexpr = KT * WINDOW * WINDOW * C
     frames_of_x = T + KT - 1 - FRONT
     step = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, COLUMNS + TAIL), gl.num_programs(0)):
-        sample, frame, top, left, _, _, column = _locate(tile, sizes, K, False, ROWS, BOX_W, COLUMNS + TAIL, 1, 0)
+        sample, frame, top, left, _, _, column = _locate(tile, sizes, K, False, 2 * ROWS, BOX_W, COLUMNS + TAIL, 1, 0)
         for k in range(KT * WINDOW * CHUNKS):
             c = k % CHUNKS * DEPTH
             window_x = k // CHUNKS % WINDOW
@@ -127,105 +133,108 @@ def _load_operands(x, front, weight, tail, operands, sizes, C: gl.constexpr, KT:
 
 @gluon.jit
 def _load_residuals(residual, hand_over, sizes, K: gl.constexpr):
-    """Hand the staging buffer to the consumers in turn, with the residual loaded if there is one, in one warp."""
+    """Hand each consumer its part of the staging buffer, with the residual loaded if there is one, in one warp."""
     staging, staged, free = hand_over
     _, T, _, _, _ = sizes
     BOX_W: gl.constexpr = staging.shape[1]
     CHUNK: gl.constexpr = staging.shape[2]
-    CHUNKS: gl.constexpr = staging.shape[0] // ROWS
+    CHUNKS: gl.constexpr = staging.shape[0] // (2 * ROWS)
     count = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, CHUNKS * CHUNK), gl.num_programs(0)):
-        sample, frame, top, left, _, _, column = _locate(tile, sizes, K, False, ROWS, BOX_W, CHUNKS * CHUNK, 1, 0)
-        mbarrier.wait(free, count & 1 ^ 1)
-        arrived = staged.index(count % 2)
-        if residual is None:
-            mbarrier.arrive(arrived)
-        else:
-            mbarrier.expect(arrived, ROWS * BOX_W * CHUNKS * CHUNK * 2)
-            for i in gl.static_range(ROWS * CHUNKS):
-                place = [sample * T + frame, top + i // CHUNKS, 0, left, column + i % CHUNKS * CHUNK]
-                tma_load(residual, place, arrived, _as_box(staging, i, residual))
+        sample, frame, top, left, _, _, column = _locate(tile, sizes, K, False, 2 * ROWS, BOX_W, CHUNKS * CHUNK, 1, 0)
+        for consumer in gl.static_range(2):
+            mbarrier.wait(free.index(consumer), count & 1 ^ 1)
+            arrived = staged.index(consumer)
+            if residual is None:
+                mbarrier.arrive(arrived)
+            else:
+                mbarrier.expect(arrived, ROWS * BOX_W * CHUNKS * CHUNK * 2)
+                for i in gl.static_range(ROWS * CHUNKS):
+                    row = consumer * ROWS + i // CHUNKS
+                    place = [sample * T + frame, top + row, 0, left, column + i % CHUNKS * CHUNK]
+                    tma_load(residual, place, arrived, _as_box(staging, consumer * ROWS * CHUNKS + i, residual))
         count += 1  # noqa: SIM113
 
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, operands, turns, hand_over, epilogue, K: gl.constexpr):
-    """Compute every second tile of the program in one warpgroup."""
-    _, w_tiles, tail_tiles, full, empty = operands
+    """Compute ROWS rows of every tile in one warpgroup."""
+    _, w_tiles, tail_tiles, _, empty = operands
     staging, staged, free = hand_over
     residual, out, bias, sizes = epilogue
     BOX_W: gl.constexpr = staging.shape[1]
-    CHUNKS: gl.constexpr = staging.shape[0] // ROWS
+    CHUNKS: gl.constexpr = staging.shape[0] // (2 * ROWS)
     COLUMNS: gl.constexpr = w_tiles.shape[1]
     TAIL: gl.constexpr = tail_tiles.shape[1]
-    OF_TAIL: gl.constexpr = COLUMNS // staging.shape[2]
+    FIRST: gl.constexpr = CONSUMER * ROWS * CHUNKS  # of the consumer's chunks in the staging buffer
+    OF_TAIL: gl.constexpr = FIRST + COLUMNS // staging.shape[2]
     STAGES: gl.constexpr = w_tiles.shape[0] // WINDOW
     STEPS: gl.constexpr = K // (WINDOW * w_tiles.shape[2])
     _, T, _, _, _ = sizes
-    first = gl.program_id(0) + CONSUMER * gl.num_programs(0)
-    step = CONSUMER * STEPS
+    step = 0
     count = 0
-    for tile in range(first, _count_tiles(sizes, COLUMNS + TAIL), 2 * gl.num_programs(0)):
-        # Without turns a consumer could wait for a phase of full that is two ahead, which would read as complete.
-        mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
-        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+    for tile in range(gl.program_id(0), _count_tiles(sizes, COLUMNS + TAIL), gl.num_programs(0)):
         zeros = gl.zeros([BOX_W, COLUMNS], gl.float32, sum_layout(COLUMNS, 16))
         of_tail = gl.zeros([BOX_W, TAIL], gl.float32, sum_layout(TAIL, 16))
-        sums = (zeros, of_tail, zeros, of_tail, zeros, of_tail, zeros, of_tail)
-        sums = _start_rest(operands, _start_first(operands, sums, step, False), step, False)
-        for _ in range(1, STEPS):
+        sums = (zeros, zeros, zeros, of_tail, of_tail, of_tail)
+        for _ in range(STEPS):
+            rows = _read_rows(operands, step, CONSUMER)
+            mbarrier.wait(turns.index(CONSUMER), step & 1 ^ (1 - CONSUMER))
+            sums = _start(operands, rows, sums, step)
+            mbarrier.arrive(turns.index(1 - CONSUMER))
+            sums = warpgroup_mma_wait(0, deps=sums)
+            mbarrier.arrive(empty.index(step % STAGES))
             step += 1
-            mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-            sums = _start_first(operands, sums, step, True)
-            sums = warpgroup_mma_wait(2 * WINDOW, deps=sums)  # all but this step's
-            mbarrier.arrive(empty.index((step - 1) % STAGES))
-            sums = _start_rest(operands, sums, step, True)
-        mbarrier.arrive(turns.index(1 - CONSUMER))
-        sample, frame, top, left, _, _, column = _locate(tile, sizes, K, False, ROWS, BOX_W, COLUMNS + TAIL, 1, 0)
-        sums = warpgroup_mma_wait(0, deps=sums)
-        mbarrier.arrive(empty.index(step % STAGES))
-        step += 1 + STEPS  # skip the other consumer's steps
+        sample, frame, top, left, _, _, column = _locate(tile, sizes, K, False, 2 * ROWS, BOX_W, COLUMNS + TAIL, 1, 0)
         mbarrier.wait(staged.index(CONSUMER), count & 1)
         for row in gl.static_range(ROWS):
-            place = (sample * T + frame, top + row, 0, left, column, column)
-            _store(sums[2 * row], place, 0, staging, row * CHUNKS, residual, out, None, bias, sizes)
-            _store(sums[2 * row + 1], place, COLUMNS, staging, row * CHUNKS + OF_TAIL, residual, out, None, bias, sizes)
+            place = (sample * T + frame, top + CONSUMER * ROWS + row, 0, left, column, column)
+            _store(sums[row], place, 0, staging, FIRST + row * CHUNKS, residual, out, None, bias, sizes)
+            _store(sums[ROWS + row], place, COLUMNS, staging, OF_TAIL + row * CHUNKS, residual, out, None, bias, sizes)
         tma.store_wait(0)  # until the stores have read the staging buffer
-        mbarrier.arrive(free)
+        mbarrier.arrive(free.index(CONSUMER))
         count += 1  # noqa: SIM113
     tma.store_wait(0)
 
 
 @gluon.jit
-def _start_first(operands, sums, step, USE_ACC: gl.constexpr):
-    """Start a step's products for the first row of the tile. They are few enough to wait for those before them."""
-    a_rows, w_tiles, tail_tiles, _, _ = operands
-    row_0, tail_0, row_1, tail_1, row_2, tail_2, row_3, tail_3 = sums
-    row_0 = _multiply(a_rows, w_tiles, row_0, step, 0, USE_ACC)
-    tail_0 = _multiply(a_rows, tail_tiles, tail_0, step, 0, USE_ACC)
-    return row_0, tail_0, row_1, tail_1, row_2, tail_2, row_3, tail_3
+def _read_rows(operands, step, CONSUMER: gl.constexpr):
+    """Wait for a step's operands, and return the rows of pixels that a consumer multiplies."""
+    a_rows, w_tiles, _, full, _ = operands
+    STAGES: gl.constexpr = w_tiles.shape[0] // WINDOW
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sum_layout(w_tiles.shape[1], 16), 2)
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+    first = step % STAGES * (2 * ROWS + WINDOW - 1) + CONSUMER * ROWS
+    return (
+        a_rows.index(first).load(OPERAND),
+        a_rows.index(first + 1).load(OPERAND),
+        a_rows.index(first + 2).load(OPERAND),
+        a_rows.index(first + 3).load(OPERAND),
+        a_rows.index(first + 4).load(OPERAND),
+    )
 
 
 @gluon.jit
-def _start_rest(operands, sums, step, USE_ACC: gl.constexpr):
-    """Start a step's products for the other rows of the tile."""
-    a_rows, w_tiles, tail_tiles, _, _ = operands
-    row_0, tail_0, row_1, tail_1, row_2, tail_2, row_3, tail_3 = sums
-    row_1 = _multiply(a_rows, w_tiles, row_1, step, 1, USE_ACC)
-    tail_1 = _multiply(a_rows, tail_tiles, tail_1, step, 1, USE_ACC)
-    row_2 = _multiply(a_rows, w_tiles, row_2, step, 2, USE_ACC)
-    tail_2 = _multiply(a_rows, tail_tiles, tail_2, step, 2, USE_ACC)
-    row_3 = _multiply(a_rows, w_tiles, row_3, step, 3, USE_ACC)
-    tail_3 = _multiply(a_rows, tail_tiles, tail_3, step, 3, USE_ACC)
-    return row_0, tail_0, row_1, tail_1, row_2, tail_2, row_3, tail_3
+def _start(operands, rows, sums, step):
+    """Start a step's products."""
+    _, w_tiles, tail_tiles, _, _ = operands
+    row_0, row_1, row_2, tail_0, tail_1, tail_2 = sums
+    row_0 = _multiply(w_tiles, rows, row_0, step, 0)
+    row_1 = _multiply(w_tiles, rows, row_1, step, 1)
+    row_2 = _multiply(w_tiles, rows, row_2, step, 2)
+    tail_0 = _multiply(tail_tiles, rows, tail_0, step, 0)
+    tail_1 = _multiply(tail_tiles, rows, tail_1, step, 1)
+    tail_2 = _multiply(tail_tiles, rows, tail_2, step, 2)
+    return row_0, row_1, row_2, tail_0, tail_1, tail_2
 
 
 @gluon.jit
-def _multiply(a_rows, w_tiles, acc, step, ROW: gl.constexpr, USE_ACC: gl.constexpr):
-    """Start acc + the products of a row of the tile with the rows of the window, or without acc if not USE_ACC."""
+def _multiply(w_tiles, rows, acc, step, ROW: gl.constexpr):
+    """Start acc + the products of the rows of pixels from ROW on with the rows of the window."""
     slot = step % (w_tiles.shape[0] // WINDOW)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sum_layout(w_tiles.shape[1], 16), 2)
     for window_y in gl.static_range(WINDOW):
-        pixels = a_rows.index(slot * (ROWS + WINDOW - 1) + ROW + window_y)
+        pixels = gl.convert_layout(rows[ROW + window_y], OPERAND, assert_trivial=True)
         of_window = w_tiles.index(slot * WINDOW + window_y).permute((1, 0))
-        acc = warpgroup_mma(pixels, of_window, acc, use_acc=USE_ACC or window_y > 0, is_async=True)
+        acc = warpgroup_mma(pixels, of_window, acc, is_async=True)
     return acc
