@@ -118,7 +118,8 @@ ON_SEVERAL_GPUS = {gpus: _on_several_gpus(gpus) for gpus in (2, 4)}
 
 # CHECKS pass or fail. The figures of the other steps go into the results file.
 CHECKS = {
-    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "auto", "tests"),
+    # Neighbouring tests run in one process, where they share compiled kernels.
+    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "auto", "--dist", "worksteal", "--durations", "20", "tests"),
     "info": (*CLI, "info"),
     **{tool: ("scripts/tools/sanitize_kernels.py", "--tool", tool) for tool in SANITIZERS},
 }
