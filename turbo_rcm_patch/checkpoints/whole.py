@@ -11,9 +11,9 @@ patch_embedding.weight may be a linear's over patches, [C, c·t·h·w]. Every te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from accelerate import init_empty_weights
@@ -96,7 +96,7 @@ class WholeModel:
                 f"{self.source} holds a model of another size than this {type(model).__name__}: {reason}. Give a file "
                 "of the model's size, the folder of a model in several files, or load the model of the file's."
             )
-        refuse_companions(self.source, found, every, frozenset(map(without_prefix, problems.missing)))
+        _refuse_companions(self.source, found, every, frozenset(map(without_prefix, problems.missing)))
         if problems.integers:
             key = problems.integers[0]
             raise ValueError(f"{self.source}: {key} holds integers, but the file has no scales for them. {REMEDY}")
@@ -225,9 +225,20 @@ def _other_depth(model: nn.Module, names: Names, every: Set[str]) -> str | None:
     return None if count == own else f"it has {counted(count, 'block')}, the model {own}"
 
 
-def refuse_companions(
-    source: str, unknown: Mapping[str, str], every: Set[str], missing: Set[str] = frozenset()
-) -> None:
+def refuse_without(source: str | Path, tensors: Tensors, title: str, weight: Sequence[str]) -> NoReturn:
+    """Raise ValueError for a file without a weight that every model of a family has.
+
+    The error names a quantised format that is not known, if the file has one in place of the weight.
+
+    title: the models' name. weight: the weight's names, the authors' first.
+    """
+    _refuse_companions(str(source), {without_prefix(key): key for key in tensors}, frozenset(), frozenset(weight))
+    raise ValueError(
+        f"{source} holds no {title} transformer: it has no {' or '.join(weight)}. Give a file with a whole one."
+    )
+
+
+def _refuse_companions(source: str, unknown: Mapping[str, str], every: Set[str], missing: Set[str]) -> None:
     """Raise ValueError if an unknown tensor is beside a weight, such as the scale of fp8 values, or in its place.
 
     unknown: the keys of tensors that nothing was made of, by their names. every: all names in the file. missing: the

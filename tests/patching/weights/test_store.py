@@ -123,10 +123,10 @@ def test_a_file_without_a_weight(tmp_path, name, message):
         convert_model(tmp_path / "file.pth", tmp_path / "out", trp.PRESETS["exact"])
 
 
-def test_a_lora_is_not_taken_for_a_quantised_file(tmp_path):
+def test_a_lora_is_no_whole_model(tmp_path):
     parts = {"lora_down.weight": torch.ones(4, 16), "lora_up.weight": torch.ones(16, 4), "alpha": torch.tensor(4.0)}
     torch.save({f"diffusion_model.patch_embedding.{part}": value for part, value in parts.items()}, tmp_path / "l.pth")
-    with pytest.raises(ValueError, match=r"holds no Wan transformer: it has no patch_embedding\.weight"):
+    with pytest.raises(ValueError, match=r"is a LoRA, not a whole model; load it with use_distilled"):
         convert_model(tmp_path / "l.pth", tmp_path / "out", trp.PRESETS["exact"])
 
 

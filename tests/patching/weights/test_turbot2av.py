@@ -176,8 +176,15 @@ def test_files_that_tell_no_config(saved, tmp_path):
     ):
         convert_model(saved(later), tmp_path / "out", trp.Exact())
     part = {name: tensor for name, tensor in ltx2_state_dict(student()).items() if "patchify" not in name}
-    with pytest.raises(ValueError, match=r"holds no LTX-2 transformer: it has no patchify_proj\.weight"):
+    with pytest.raises(ValueError, match=r"holds no LTX-2 transformer: it has no patchify_proj\.weight or proj_in\.we"):
         convert_model(saved(part), tmp_path / "out", trp.Exact())
+    packed = {
+        name.replace("attn2.to_k.weight", "attn2.to_k.qweight"): w for name, w in ltx2_state_dict(student()).items()
+    }
+    with pytest.raises(
+        ValueError, match=r"attn2\.to_k\.qweight in place of \S+: its weights are quantised in a format"
+    ):
+        convert_model(saved(packed), tmp_path / "out", trp.Exact())
     assert not (tmp_path / "out").exists()
 
 

@@ -46,8 +46,9 @@ def family_named(class_name: object) -> Family | None:
 def model_in(source: Path, tensors: Tensors) -> nn.Module:
     """Return the transformer, on the meta device, that a file with its authors' names holds.
 
-    Raises ValueError for a file of another model than those of the families that publish such files.
+    Raises ValueError for a LoRA, and for a file of another model than those of the families that publish such files.
     """
+    _refuse_lora(source, tensors)
     makers = [family for family in FAMILIES if family.from_files is not None]
     fitting = next((family for family in makers if family.names.fit(tensors)), makers[0])
     return fitting.from_files(source, tensors)
@@ -55,11 +56,8 @@ def model_in(source: Path, tensors: Tensors) -> nn.Module:
 
 def weights_in(source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False) -> WholeModel:
     """Return a file's weights for a model (`WholeModel`). Raises ValueError also for a LoRA and for another family."""
+    _refuse_lora(source, tensors)
     names = family_of(model).names
-    if 2 * sum(looks_like_lora([key]) for key in tensors) > len(tensors):  # a vocoder in the file has alphas too
-        raise ValueError(
-            f"{source} is a LoRA, not a whole model; load it with use_distilled or with pipe.load_lora_weights."
-        )
     if not names.fit(tensors):
         other = next((f"weights of {f.names.title}" for f in FAMILIES if f.names.fit(tensors)), "no transformer")
         raise ValueError(
@@ -67,6 +65,13 @@ def weights_in(source: str | Path, tensors: Tensors, model: nn.Module, *, partia
             "these."
         )
     return WholeModel(source, tensors, model, names, partial=partial)
+
+
+def _refuse_lora(source: str | Path, tensors: Tensors) -> None:
+    if 2 * sum(looks_like_lora([key]) for key in tensors) > len(tensors):  # a vocoder in the file has alphas too
+        raise ValueError(
+            f"{source} is a LoRA, not a whole model; load it with use_distilled or with pipe.load_lora_weights."
+        )
 
 
 def pipeline_of(pipe: object) -> Pipeline | None:

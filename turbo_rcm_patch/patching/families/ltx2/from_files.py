@@ -10,6 +10,7 @@ from diffusers import LTX2VideoTransformer3DModel
 
 from ....checkpoints.lazy import Tensors
 from ....checkpoints.names import without_prefix
+from ....checkpoints.whole import refuse_without
 from .cases import LTX2_19B
 from .names import LTX2_NAMES
 
@@ -27,6 +28,7 @@ def _config_of(source: Path, tensors: Tensors) -> dict[str, object]:
     """Return the arguments of the transformer that a file is for.
 
     Widths and the number of layers are inferred from shapes. The rest, such as the number of heads, is LTX-2.0's.
+    Raises ValueError for a file of another model, or with weights in a quantised format that is not known.
     """
     shapes = {without_prefix(name): tensor.shape for name, tensor in tensors.items()}
     if later := next(filter(LATER.search, shapes), None):
@@ -39,9 +41,7 @@ def _config_of(source: Path, tensors: Tensors) -> dict[str, object]:
         official = LTX2_NAMES.official_parameter(name)
         found = shapes.get(name, shapes.get(official))
         if found is None:
-            raise ValueError(
-                f"{source} holds no LTX-2 transformer: it has no {official}. Give a file with a whole one."
-            )
+            refuse_without(source, tensors, LTX2_NAMES.title, tuple(dict.fromkeys((official, name))))
         return found
 
     first = f"{LTX2_NAMES.blocks}.0"

@@ -11,9 +11,8 @@ from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 
 from ....checkpoints.lazy import Tensors
-from ....checkpoints.lora import looks_like_lora
 from ....checkpoints.names import without_prefix
-from ....checkpoints.whole import refuse_companions
+from ....checkpoints.whole import refuse_without
 from .names import WAN_NAMES
 
 
@@ -35,11 +34,7 @@ def _config_of(source: Path, tensors: Tensors) -> dict[str, object]:
     def shape_of(*names: str) -> tuple[int, ...]:
         found = next((shapes[name] for name in names if name in shapes), None)
         if found is None:
-            keys = {without_prefix(key): key for key in tensors if not looks_like_lora([key])}
-            refuse_companions(str(source), keys, every=frozenset(), missing=frozenset(names))
-            raise ValueError(
-                f"{source} holds no Wan transformer: it has no {' or '.join(names)}. Give a file with a whole one."
-            )
+            refuse_without(source, tensors, WAN_NAMES.title, names)
         return found
 
     embedder = "condition_embedder"
