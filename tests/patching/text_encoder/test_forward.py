@@ -166,10 +166,25 @@ class Int8Linear(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight * self.scale)
 
 
-def test_linears_of_others_in_int8(lean):
+class PackedLinear(torch.nn.Module):
+    """A linear whose weight is a method, as PyTorch's dynamic quantisation has it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def weight(self):
+        return self.linear.weight
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("linear", [Int8Linear, PackedLinear])
+def test_linears_of_others(linear, lean):
     encoder = tiny_wan_pipeline().text_encoder
     for block in encoder.encoder.block:
-        block.layer[1].DenseReluDense.wo = Int8Linear(block.layer[1].DenseReluDense.wo)
+        block.layer[1].DenseReluDense.wo = linear(block.layer[1].DenseReluDense.wo)
     tokens, mask = torch.randint(3, 200, (1, 9)), torch.ones(1, 9, dtype=torch.long)
     with torch.no_grad():
         expected = encoder(tokens, mask).last_hidden_state

@@ -56,8 +56,7 @@ def why_not_lean(stack: UMT5Stack) -> str | None:
     for module in (*entered, *read):
         if type(module) not in ENTERED or (reason := hook_on(module)):
             return f"a {type(module).__name__}" if type(module) not in ENTERED else reason
-    outputs = [block.layer[-1].DenseReluDense.wo for block in stack.block]
-    # transformers casts the input of a wo that it keeps in fp32, but not of one in int8.
-    if any(m.weight.dtype != dtype for m in read) or any(m.weight.dtype not in (dtype, torch.int8) for m in outputs):
-        return "weights of several dtypes"
-    return None
+    outputs = [block.layer[-1].DenseReluDense.wo.weight for block in stack.block]
+    # transformers casts the input of a wo that it keeps in fp32, but not of one in int8 or with a method `weight`.
+    cast = any(isinstance(w, torch.Tensor) and w.dtype not in (dtype, torch.int8) for w in outputs)
+    return "weights of several dtypes" if cast or any(m.weight.dtype != dtype for m in read) else None

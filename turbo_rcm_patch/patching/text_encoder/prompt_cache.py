@@ -25,8 +25,8 @@ class PromptCache:
     def key(self, encoder: nn.Module, input_ids: torch.Tensor, lengths: Sequence[int]) -> Hashable | None:
         """Return what the embeddings of tokens [B, T] depend on, or None if they are neither kept nor reused.
 
-        Under autograd they are not if any weight requires a gradient, because kept embeddings have no derivative. The
-        encoder's weights count by identity, dtype and the count of writes that PyTorch keeps. Changes made through
+        Under autograd an encoder whose weights require a gradient has none kept, because kept embeddings have no
+        derivative. Weights count by identity, dtype and the count of writes that PyTorch keeps. Changes made through
         ``.data`` are not detected.
         """
         if self.count == 0 or (torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())):
