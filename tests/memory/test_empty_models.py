@@ -7,7 +7,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.memory.empty_models import empty_models, with_empty_projections
+from turbo_rcm_patch.memory.empty_models import empty_models, expands_timesteps, with_empty_projections
 from turbo_rcm_patch.patching.families import CASES
 
 
@@ -72,10 +72,25 @@ def test_folders_that_hold_no_pipeline(tmp_path):
         empty_models(tmp_path)
 
 
-def test_a_folder_that_lacks_a_model_is_refused(tmp_path):
+@pytest.mark.parametrize(("name", "named"), [("text_encoder", "a UMT5EncoderModel"), ("vae", "an AutoencoderKLWan")])
+def test_a_folder_that_lacks_a_model_is_refused(name, named, tmp_path):
     """A plan without it would be too small."""
     tiny_wan_pipeline("t2v").save_pretrained(tmp_path)
-    (tmp_path / "text_encoder/config.json").unlink()
-    message = r"has no text_encoder/config\.json, but its model_index\.json names a UMT5EncoderModel"
+    (tmp_path / name / "config.json").unlink()
+    message = rf"has no {name}/config\.json, but its model_index\.json names {named}"
     with pytest.raises(ValueError, match=message):
         empty_models(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("class_names", "expected"),
+    [
+        ("LTX2Pipeline", False),
+        ("LTX2ImageToVideoPipeline", True),
+        ("Mine LTX2Pipeline", False),
+        ("MyLTX2Pipeline LTX2ImageToVideoPipeline", True),
+    ],
+)
+def test_a_given_frame_of_ltx2_has_its_own_timestep(class_names, expected):
+    """A user's pipeline is known by its base classes, whatever its own name is."""
+    assert expands_timesteps(class_names, {}) is expected

@@ -20,6 +20,7 @@ from ..patching.steps.sparse_linear import PROJ_L
 from ..patching.text_encoder import patch_text_encoder
 from ..patching.weights.load import component_folders, empty_model, read_config
 from ..patching.weights.quantize_linears import quantized_linears
+from ..wording import with_article
 
 VIDEO_TO_VIDEO = "VideoToVideo"  # in the names of Wan's and SkyReels' pipelines that are given a video
 
@@ -59,9 +60,10 @@ def starts_from_video(source: str | Path) -> bool:
 def expands_timesteps(class_names: str, config: Mapping[str, object]) -> bool:
     """True if pipelines of these classes and this config give each token its own timestep.
 
+    class_names: of a pipeline and its base classes, with spaces between them.
     These are TI2V-5B's, those with diffusion forcing, and LTX-2's, except the one from text alone.
     """
-    given_frames = "LTX2" in class_names and "LTX2Pipeline" not in class_names
+    given_frames = "LTX2" in class_names and "LTX2Pipeline" not in class_names.split()
     return bool(config.get("expand_timesteps")) or "DiffusionForcing" in class_names or given_frames
 
 
@@ -138,7 +140,9 @@ def _others(folder: Path, classes: Mapping[str, object]) -> dict[str, nn.Module]
             config = read_config(path)
             models[name] = _empty(path, config, str(config.get("_class_name") or named))
         elif _is_model(_class_named(str(named))):
-            raise ValueError(f"{folder} has no {name}/config.json, but its model_index.json names a {named}.")
+            raise ValueError(
+                f"{folder} has no {name}/config.json, but its model_index.json names {with_article(named)}."
+            )
     return models
 
 
@@ -154,7 +158,7 @@ def _is_model(found: type | None) -> bool:
 def _empty(path: Path, config: Mapping[str, object], class_name: str) -> nn.Module:
     model_class = _class_named(class_name)
     if not _is_model(model_class):
-        raise ValueError(f"{path} holds a {class_name}, which neither diffusers nor transformers has.")
+        raise ValueError(f"{path} holds {with_article(class_name)}, which neither diffusers nor transformers has.")
     with torch.device("meta"):  # under accelerate's init_empty_weights tied weights would count twice
         if issubclass(model_class, ModelMixin):
             return model_class.from_config(config)
