@@ -2,7 +2,7 @@
 
 Triton's interpreter does not take Gluon. This is no model of the hardware's speed or layouts, but of what a kernel may
 rely on: mbarriers with their phases, and asynchronous work, which takes effect as late as allowed. A product reads its
-operands when it is waited for, and a store its buffer. A load may arrive at any time until its barrier completes. A
+operands when it is waited for, and a store its buffer. A load arrives at once, or only when a role waits for it. A
 hand-over that is missing or too early gives a wrong result, or a deadlock, which raises.
 """
 
@@ -34,6 +34,7 @@ class Barrier:
         self.changed = threading.Condition()
         self.phase = self.bytes = 0
         self.count = self.pending = None
+        self.late = []  # loads that arrive when a role waits for them
 
     def init(self, count):
         self.count = self.pending = count
@@ -51,11 +52,21 @@ class Barrier:
     def wait(self, phase):
         with self.changed:
             for _ in range(10 * SECONDS):
-                if self.changed.wait_for(lambda: self.phase != phase, 0.1):
+                if self.changed.wait_for(lambda: self._is_past(phase), 0.1):
                     return
                 if self.errors:
                     break
             raise Deadlock
+
+    def postpone(self, arrive):
+        with self.changed:
+            self.late.append(arrive)
+            self.changed.notify_all()
+
+    def _is_past(self, phase):
+        while self.phase == phase and self.late:
+            self.late.pop()()
+        return self.phase != phase
 
 
 class Dtype(str):
@@ -297,7 +308,7 @@ class Machine:
         if self.random.random() < 0.8:
             arrive()
         else:
-            threading.Timer(0.001, arrive).start()
+            self.one(barrier).postpone(arrive)
 
     def store(self, descriptor, start, source):
         self.local.stores = [*getattr(self.local, "stores", []), (descriptor, start, source)]

@@ -16,7 +16,7 @@ from turbo_rcm_patch.memory.checks import is_hooked, models_of
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.components import components_of
 from turbo_rcm_patch.memory.empty_models import empty_models
-from turbo_rcm_patch.memory.stages import Patched, Video
+from turbo_rcm_patch.memory.stages import Patched, Video, unpatched_stages
 from turbo_rcm_patch.memory.streaming import stop_streaming, stream
 from turbo_rcm_patch.patching.families.vae.chunks import unpatched_decoding_bytes, unpatched_encoding_bytes
 
@@ -413,13 +413,27 @@ def test_a_host_that_is_too_small(everything_streams, monkeypatch):
     monkeypatch.setattr(host_module.psutil, "virtual_memory", lambda: mock.Mock(available=1))
     pipe = tiny_wan_pipeline()
     message = (
-        r"this takes \d+\.\d\d GB more of the host's memory, because text_encoder and transformer must stream from "
+        r"this takes (\d+\.\d\d GB) more of the host's memory, because text_encoder and transformer must stream from "
         r"there, and 0\.00 GB are free; .* offload to disk instead of fit \(enable_group_offload with "
         r"offload_to_disk_path\)"
     )
-    with pytest.raises(trp.DoesNotFit, match=message):
+    with pytest.raises(trp.DoesNotFit, match=message) as caught:
         fit_on_the_cpu(pipe)
     assert not hooks_of(pipe)
+    enough = plan_module.parse_amount(re.search(message, str(caught.value))[1])
+    monkeypatch.setattr(host_module.psutil, "virtual_memory", lambda: mock.Mock(available=enough))
+    fit_on_the_cpu(pipe)
+
+
+def test_guidance_makes_no_step_of_wan_larger():
+    """Wan's pipelines compute the two samples one after the other."""
+    pipe, video, peaks = tiny_wan_pipeline(), Video(HEIGHT, WIDTH, FRAMES), []
+    for install in (nullcontext, trp.use_rcm):
+        with install(pipe):
+            plan = plan_module.fit_with(pipe, VRAM, video, None, "cpu", unpatched_stages)
+            peaks.append(plan.peaks)
+            plan.undo()
+    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize(("version", "prefix"), [(0, ""), (1, "total_")])
