@@ -23,10 +23,6 @@ LIMITS = QUANTIZED.limits
 ATTENTION_ALONE, LINEARS_ALONE = ("attention",), ("linears",)
 
 
-def quantized(**options):
-    return trp.Quantized(**options)
-
-
 def rows_of(patch, step, sub_layer="self_attention"):
     return [row for row in patch.rows() if (row.sub_layer, row.step) == (sub_layer, step)]
 
@@ -149,7 +145,7 @@ def test_attention_and_linears_apart(parts, linears, ran):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
     with torch.no_grad():
         expected = model(**inputs)[0]
-        with trp.patch(model, quantized(quantize=parts)) as patch:
+        with trp.patch(model, trp.Quantized(quantize=parts)) as patch:
             error = relative_error(model(**inputs)[0], expected)
             assert len(quantized_linears(model)) == linears
             in_8_bits = "attention" in parts
@@ -167,19 +163,19 @@ def test_groups_that_are_not_fused_are_not_quantised(left_out):
     groups = [group for group in trp.Exact().fuse if group != left_out]
     with torch.no_grad():
         expected = model(**inputs)[0]
-        with trp.patch(model, quantized(fuse=groups)) as patch:
+        with trp.patch(model, trp.Quantized(fuse=groups)) as patch:
             assert 1e-4 < relative_error(model(**inputs)[0], expected) <= LIMITS.step
             rows = patch.rows()
             assert all(set(row.reasons) == {"not in fuse"} for row in rows if row.sub_layer == left_out)
             assert not any("not in fuse" in row.reasons for row in rows if row.sub_layer != left_out)
-        with trp.patch(model, quantized(fuse=())):
+        with trp.patch(model, trp.Quantized(fuse=())):
             assert torch.equal(model(**inputs)[0], expected)
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 def test_attention_names_the_kernel_of_what_is_exact(attention, ran):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
-    with torch.no_grad(), trp.patch(model, quantized(attention=attention)) as patch:
+    with torch.no_grad(), trp.patch(model, trp.Quantized(attention=attention)) as patch:
         model(**inputs)
         assert (ran.count("attention_8bit"), ran.count("attention")) == (2, 2)
         reason = "cpu tensors" if attention == "auto" else "attention='sdpa'"
@@ -223,7 +219,7 @@ def test_a_name_to_keep_that_the_second_transformer_lacks_leaves_both_as_they_we
     models = (pipe.transformer, pipe.transformer_2)
     before = [attributes_of(model) for model in models]
     with pytest.raises(ValueError, match=r"keep='blocks\.1\.\*' fits no module of the WanTransformer3DModel"):
-        trp.patch(pipe, quantized(keep=["blocks.1.*"]))
+        trp.patch(pipe, trp.Quantized(keep=["blocks.1.*"]))
     assert [attributes_of(model) for model in models] == before
     assert not any(quantized_linears(model) for model in models)
 

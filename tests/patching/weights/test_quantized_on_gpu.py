@@ -37,10 +37,6 @@ BLOCKS = {
 }
 
 
-def config(**options):
-    return trp.Quantized(**options)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.bfloat16) for name in BLOCKS), ("t2v", torch.float16), ("t2v", torch.float32)]
 )
@@ -69,7 +65,7 @@ def test_the_kernels_err_as_the_reference_does(options):
     with torch.no_grad():
         oracle = model(**inputs)[0]
         for implementation in ("auto", "torch"):
-            with trp.patch(model, config(implementation=implementation, **options)):
+            with trp.patch(model, trp.Quantized(implementation=implementation, **options)):
                 errors[implementation] = relative_error(model(**inputs)[0], oracle)
     assert errors["auto"] == pytest.approx(errors["torch"], rel=0.1)
 
@@ -94,7 +90,7 @@ def test_what_is_launched_is_what_the_summary_says(launches, frames):
     size = {"frames": frames, "height": 4, "width": 6} if frames == 3 else {"frames": 21, "height": 60, "width": 56}
     model, _ = model_and_inputs("t2v", GPU, torch.bfloat16, **SIZES, rope_max_seq_len=64)
     inputs = moved(inputs_for(model, batch=1, **size), "cuda")
-    patch = trp.patch(model, config(cuda_graph="off", attention="triton", linears="triton"))
+    patch = trp.patch(model, trp.Quantized(cuda_graph="off", attention="triton", linears="triton"))
     run(model, inputs)  # compiles
     launches.clear()
     run(model, inputs)
@@ -107,7 +103,7 @@ def test_what_is_launched_is_what_the_summary_says(launches, frames):
 
 
 def graphed_pair(**options):
-    pair = make_models(config=config(cuda_graph="on"), dtype=torch.bfloat16, **{**SIZES, **options})
+    pair = make_models(config=trp.Quantized(cuda_graph="on"), dtype=torch.bfloat16, **{**SIZES, **options})
     return [model.cuda() for model in pair]
 
 
@@ -160,14 +156,14 @@ def test_a_graph_for_each_kind_of_step():
     pipe = tiny_wan_pipeline("t2v", torch.bfloat16).to(GPU)
     call = tiny_call(num_inference_steps=6, guidance_scale=4.0)
     generate = lambda: pipe(**call, generator=torch.Generator().manual_seed(3)).frames  # noqa: E731
-    with trp.patch(pipe, config(exact_steps=(1, 1), cuda_graph="off")):
+    with trp.patch(pipe, trp.Quantized(exact_steps=(1, 1), cuda_graph="off")):
         expected = generate()
-    with trp.patch(pipe, config(exact_steps=(1, 1), cuda_graph="on")):
+    with trp.patch(pipe, trp.Quantized(exact_steps=(1, 1), cuda_graph="on")):
         for _ in range(3):
             assert torch.equal(generate(), expected)
         assert graphs_of(pipe.transformer).kept == 2
         assert replays(pipe.transformer) == 3 * 6 * 2 - 2
-    with trp.patch(pipe, config(cuda_graph="on")):
+    with trp.patch(pipe, trp.Quantized(cuda_graph="on")):
         assert not torch.equal(generate(), expected)
 
 

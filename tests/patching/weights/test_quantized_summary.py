@@ -100,10 +100,6 @@ def check(model, patch, inputs, capability):
     return {(row.sub_layer, row.step): row for row in rows}
 
 
-def config(**options):
-    return trp.Quantized(**options)
-
-
 def wan(dtype=torch.bfloat16, **options):
     return tiny_wan_transformer(dtype=dtype, heads=4, head_dim=128, ffn_dim=256, rope_max_seq_len=64, **options)
 
@@ -124,7 +120,7 @@ def large(inputs, model, batch=2):
 def test_what_is_launched_is_what_the_summary_says(capability, dtype, converted_for):
     converted_for(capability)
     model = wan(dtype)
-    patch = trp.patch(model, config())
+    patch = trp.patch(model, trp.Quantized())
     rows = check(model, patch, tiny_transformer_inputs(model), capability)
     fp8 = capability >= (8, 9)
     assert rows["self_attention", "attention"].kernel.endswith("int8, e4m3" if fp8 else "int8, fp16")
@@ -144,7 +140,7 @@ def test_large_videos_on_sm_90(converted, dtype, per_token, converted_for):
     """Converted elsewhere all is int8, and a GELU cannot quantise its result."""
     converted_for(converted)
     model = wan(dtype)
-    patch = trp.patch(model, config())
+    patch = trp.patch(model, trp.Quantized())
     inputs = tiny_transformer_inputs(model)
     if per_token:
         inputs["timestep"] = torch.zeros(2, 18)
@@ -165,7 +161,7 @@ def test_weights_in_a_format_that_the_gpu_lacks_are_dequantised(converted_for):
     """A model that was converted for another GPU has such weights."""
     converted_for((9, 0))
     model = wan()
-    patch = trp.patch(model, config())
+    patch = trp.patch(model, trp.Quantized())
     rows = check(model, patch, tiny_transformer_inputs(model), (8, 0))
     for step in (("self_attention", "projection + skip"), ("feed_forward", "linear + skip")):
         assert rows[step].reasons == {"fp8 on a GPU older than sm_89": 2}
@@ -177,7 +173,7 @@ def test_weights_in_a_format_that_the_gpu_lacks_are_dequantised(converted_for):
 def test_one_part_alone(options, converted_for):
     converted_for((9, 0))
     model = wan()
-    patch = trp.patch(model, config(**options))
+    patch = trp.patch(model, trp.Quantized(**options))
     model.to("meta")
     inputs = moved(tiny_transformer_inputs(model), "meta")
     with torch.no_grad(), meta_is_gpu((8, 9), compile_without_gpu.MULTIPROCESSORS):
@@ -205,7 +201,7 @@ def test_what_another_attention_gives_is_quantised_apart(capability, converted_f
     """docs/tiers.md says so: always K and V of the prompt, and the cross-attention's result if it is PyTorch's."""
     converted_for(capability)
     model = wan()
-    patch = trp.patch(model, config(attention="sdpa"))
+    patch = trp.patch(model, trp.Quantized(attention="sdpa"))
     rows = check(model, patch, tiny_transformer_inputs(model), capability)
     apart = {step for step, row in rows.items() if APART in row.reasons}
     assert apart == {("cross_attention", "K and V projections"), ("cross_attention", "projection + skip")}
@@ -215,7 +211,7 @@ def test_what_another_attention_gives_is_quantised_apart(capability, converted_f
 def test_other_families(name, converted_for):
     converted_for((8, 9))
     model = tiny_family_transformer(name, torch.bfloat16)
-    patch = trp.patch(model, config())
+    patch = trp.patch(model, trp.Quantized())
     model.to("meta")
     inputs = moved(tiny_family_inputs(name, model), "meta")
     with torch.no_grad(), meta_is_gpu((8, 9), compile_without_gpu.MULTIPROCESSORS):
@@ -227,7 +223,7 @@ def test_other_families(name, converted_for):
 def test_lora_and_a_hook_on_some(converted_for):
     converted_for((8, 9))
     model = wan()
-    patch = trp.patch(model, config())
+    patch = trp.patch(model, trp.Quantized())
     targets = r"blocks\.0\.(attn1\.to_out\.0|ffn\.net\.0\.proj)"
     model.add_adapter(LoraConfig(r=4, target_modules=targets, use_dora=True))
     model.blocks[1].attn1.to_q.register_forward_hook(lambda module, args, output: output)
@@ -252,7 +248,7 @@ def test_lora_beside_a_gate_on_sm_90(residual, converted_for):
     """There the kernel does not take fp16 residuals, so that a block whose gated linears have a LoRA keeps none."""
     converted_for((9, 0))
     model = wan()
-    patch = trp.patch(model, config(residual=residual))
+    patch = trp.patch(model, trp.Quantized(residual=residual))
     model.add_adapter(LoraConfig(r=4, target_modules=r"blocks\.0\.(attn1\.to_out\.0|ffn\.net\.2)"))
     model.to("meta")
     inputs = moved(tiny_transformer_inputs(model), "meta")
@@ -277,7 +273,7 @@ def test_a_residual_in_fp16_where_a_lora_loses_nothing_by_it(capability, convert
     """This is so where no kernel for sm_90 exists, or where it does not take so few tokens."""
     converted_for(capability)
     model = wan(layers=1)
-    patch = trp.patch(model, config())
+    patch = trp.patch(model, trp.Quantized())
     model.add_adapter(LoraConfig(r=4, target_modules=["to_out.0", "ffn.net.2"]))
     model.to("meta")
     inputs = moved(tiny_transformer_inputs(model), "meta")
@@ -290,7 +286,7 @@ def test_a_linear_without_a_bias_beside_others():
     """Its projections run one by one."""
     model = tiny_wan_transformer()
     plain = copy.deepcopy(model)
-    patch = trp.patch(model, config(quantize=["linears"]))
+    patch = trp.patch(model, trp.Quantized(quantize=["linears"]))
     for each in (model, plain):
         each.blocks[0].attn1.to_v.bias = None
     with torch.no_grad():
