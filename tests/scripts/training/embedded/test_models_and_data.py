@@ -77,7 +77,6 @@ def test_the_video_pool_draws_whole_videos_and_squares_around_objects(monkeypatc
 
 
 def test_embeddings_are_what_the_pipeline_gives_the_transformer():
-    torch.manual_seed(0)
     tokenizer = train_tokenizer()
     transformer = WanTransformer3DModel(num_attention_heads=1, attention_head_dim=16, num_layers=1, ffn_dim=8)
     pipe = build_pipeline(build_vae(), transformer, build_text_encoder(tokenizer), tokenizer, flow_shift=3.0)
@@ -95,7 +94,6 @@ def test_the_pool_holds_normalised_latents_in_the_order_of_their_captions(monkey
     monkeypatch.setattr(render, "HEIGHT", 32)
     monkeypatch.setattr(render, "WIDTH", 32)
     monkeypatch.setattr(render, "FRAMES", 5)
-    torch.manual_seed(0)
     vae, tokenizer = build_vae(), train_tokenizer()
     vae.register_to_config(latents_mean=[0.5] * 16, latents_std=[0.25] * 16)
     run = Run(tmp_path, seed=0)
@@ -115,7 +113,6 @@ def test_the_pool_holds_normalised_latents_in_the_order_of_their_captions(monkey
 
 
 def test_attention_for_training_computes_what_stock_attention_does():
-    torch.manual_seed(0)
     transformer = build_transformer()
     for parameter in transformer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -127,7 +124,6 @@ def test_attention_for_training_computes_what_stock_attention_does():
 
 
 def test_the_layout_of_weights_changes_no_result():
-    torch.manual_seed(0)
     vae, video = build_vae(), torch.randn(1, 3, 5, 16, 16)
     with torch.no_grad():
         expected = vae(video).sample

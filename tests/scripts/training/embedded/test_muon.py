@@ -7,7 +7,6 @@ SHAPES = ((24, 24), (24, 24), (48, 16), (16, 48))
 
 
 def test_it_is_the_muon_of_torch():
-    torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in ours]
     muon = Muon(ours, torch.tensor(0.02), momentum=0.95, weight_decay=0.1)

@@ -43,11 +43,6 @@ class PointTeacher:
         return student.flow(self.network, x, t, text)
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def point():
     return torch.randn(SHAPE[1:], dtype=torch.float64)

@@ -11,7 +11,6 @@ from scripts.training.embedded.whole_clips import decode_clip, encode_clip, take
 
 @pytest.mark.parametrize("frames", [5, 9, 17])
 def test_whole_clips_give_what_chunks_give(frames):
-    torch.manual_seed(0)
     vae = build_vae()
     with torch.no_grad():
         vae.decoder.conv_out.weight.mul_(30)  # so that some pixels saturate
