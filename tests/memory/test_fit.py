@@ -33,16 +33,6 @@ def video_of(pipe):
     return pipe("a fox", **SIZE, num_inference_steps=2, output_type="np", generator=generator).frames
 
 
-@pytest.fixture
-def everything_streams(monkeypatch):
-    """Let the plan stream all models that can, and decode in tiles."""
-    monkeypatch.setattr(
-        plan_module,
-        "choose",
-        lambda components, *_: Placement(frozenset(c.name for c in components if c.blocks), tiles=True),
-    )
-
-
 def hooks_of(pipe):
     models = (m for m in pipe.components.values() if isinstance(m, torch.nn.Module))
     return [module for model in models for module in model.modules() if is_hooked(module)]

@@ -10,7 +10,6 @@ from tests.tiny_ltx2 import CHANNELS, FRAMES, HEIGHT, LTX2_PIPELINES, WIDTH, tin
 from turbo_rcm_patch.memory import plan as plan_module
 from turbo_rcm_patch.memory import sound
 from turbo_rcm_patch.memory.checks import is_hooked
-from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.empty_models import empty_models
 from turbo_rcm_patch.memory.needs import models_by_preset, needs
 from turbo_rcm_patch.memory.stages import Patched, Video, stages_of, unpatched_stages
@@ -28,10 +27,7 @@ def outputs_of(pipe, kind):
 
 
 @pytest.mark.parametrize(("kind", "tier"), [("text", "exact"), ("image", "quantized")])
-def test_streaming_changes_neither_video_nor_sound_and_is_undone(monkeypatch, kind, tier):
-    monkeypatch.setattr(
-        plan_module, "choose", lambda found, *_: Placement(frozenset(c.name for c in found if c.blocks), tiles=True)
-    )
+def test_streaming_changes_neither_video_nor_sound_and_is_undone(everything_streams, kind, tier):
     pipe = tiny_ltx2_pipeline(kind)
     with trp.patch(pipe, tier):
         expected = outputs_of(pipe, kind)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
-from tests.memory.test_fit import everything_streams, fit_on_the_cpu, hooks_of  # noqa: F401
+from tests.memory.test_fit import fit_on_the_cpu, hooks_of
 from tests.patching.text_encoder.test_forward import LONG, SHORT, assert_same, encoded, lean  # noqa: F401
 from tests.tiny_wan import tiny_wan_pipeline
 from tests.umt5 import random_encoder
@@ -17,7 +17,7 @@ from turbo_rcm_patch.plain import hook_on
 PROMPTS = [SHORT, LONG], ["", "ugly"]
 
 
-def test_weights_that_stream_are_not_stored_in_8_bits(everything_streams):  # noqa: F811
+def test_weights_that_stream_are_not_stored_in_8_bits(everything_streams):
     pipe = tiny_wan_pipeline()
     plan = fit_on_the_cpu(pipe)
     with pytest.raises(trp.PatchError, match=r"before trp\.fit"):
@@ -77,7 +77,7 @@ def test_prompts_that_are_kept_do_not_stream(everything_streams, lean):  # noqa:
     assert not lean
 
 
-def test_the_plan_counts_8_bits_and_says_so(everything_streams):  # noqa: F811
+def test_the_plan_counts_8_bits_and_says_so(everything_streams):
     pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
     pipe.text_encoder = random_encoder(128, 2).bfloat16()
     before = fit_on_the_cpu(pipe)

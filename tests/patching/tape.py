@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import turbo_rcm_patch as trp
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.patching.cuda_graphs import copy_of
 from turbo_rcm_patch.patching.families import family
 
@@ -105,6 +105,10 @@ def inputs_for(model, per_token=False, **options):
         tokens = frames * height * width // 4
         inputs["timestep"] = torch.linspace(0, 999, batch * tokens).reshape(batch, tokens)
     return inputs
+
+
+def cuda_inputs(model, **options):
+    return moved(inputs_for(model, **options), "cuda")
 
 
 def run(model, inputs):

@@ -15,25 +15,20 @@ from tests.patching.tape import (
     VARIANTS,
     assert_replayed,
     assert_same,
+    cuda_inputs,
     graphs_of,
-    inputs_for,
     make_models,
     note,
     replays,
     run,
     warm,
 )
-from tests.tiny_wan import moved, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 
 
 def cuda_pair(options=None, **more):
     pair = make_models(options, dtype=torch.bfloat16, heads=4, **more)
     return [model.cuda() for model in pair]
-
-
-def cuda_inputs(model, **options):
-    inputs = inputs_for(model, **options)
-    return moved(inputs, "cuda")
 
 
 @pytest.mark.gpu

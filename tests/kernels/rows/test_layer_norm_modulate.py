@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from tests.kernels.eight_bit import FORMATS, assert_same
+from tests.kernels.eight_bit import assert_same
+from tests.kernels.rows.test_quantize_rows import formats
 from tests.kernels.runs import LENGTHS, expand, runs_of
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import INT8, Runs, layer_norm_modulate, reference
@@ -117,11 +118,6 @@ def test_the_result_may_be_of_another_dtype(device):
         actual, expected = (layer_norm_modulate(given, dtype=dtype, implementation=i) for i in ("triton", "torch"))
         assert actual.dtype == dtype
         assert_no_worse(actual, expected, layer_norm_modulate(given.double(), implementation="torch"))
-
-
-def formats(device):
-    """The interpreter rounds fp32 to fp8 wrongly."""
-    return FORMATS if device == "cuda" else (INT8,)
 
 
 @pytest.mark.parametrize("modulation", MODULATIONS)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
-from tests.patching.conftest import tape  # noqa: F401
 from tests.patching.text_encoder.test_forward import LONG, SHORT, assert_same, encoded
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.memory.choose import AROUND
@@ -21,7 +20,7 @@ def graphs_of(pipe):
 
 
 @pytest.fixture
-def pipe(tape):  # noqa: F811
+def pipe(tape):
     return tiny_wan_pipeline()
 
 

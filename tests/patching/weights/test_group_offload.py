@@ -9,13 +9,10 @@ from diffusers.hooks.group_offloading import GroupOffloadingConfig, GroupOffload
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.quantized_models import CONFIG, CPU, ERROR, FREED
 from tests.tiny_wan import output_of, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
-CPU = torch.device("cpu")
-CONFIG = trp.Quantized()
-FREED = trp.Quantized(restorable=False)
-ERROR = 0.05
 KINDS = {"blocks": ("block_level", 1), "leaves": ("leaf_level", None)}
 
 

@@ -23,12 +23,6 @@ from turbo_rcm_patch.patching.weights.quantize_linears import (
     why_not_read,
 )
 
-
-@pytest.fixture
-def model():
-    return tiny_wan_transformer()
-
-
 # What is converted
 
 

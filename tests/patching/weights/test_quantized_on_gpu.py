@@ -9,10 +9,10 @@ from torch._dynamo.utils import counters
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.tape import assert_replayed, graphs_of, inputs_for, make_models, replays, run, warm
+from tests.patching.tape import assert_replayed, cuda_inputs, graphs_of, make_models, replays, run, warm
 from tests.patching.test_equivalence import captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
 from tests.patching.weights.test_quantized_summary import JOIN, expected_launches, launched
-from tests.tiny_wan import moved, tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.kernels.launch import Launch, launch_kernel
@@ -89,7 +89,7 @@ def test_what_is_launched_is_what_the_summary_says(launches, frames):
     """A call has few tokens, or as many as the kernels for sm_90 need."""
     size = {"frames": frames, "height": 4, "width": 6} if frames == 3 else {"frames": 21, "height": 60, "width": 56}
     model, _ = model_and_inputs("t2v", GPU, torch.bfloat16, **SIZES, rope_max_seq_len=64)
-    inputs = moved(inputs_for(model, batch=1, **size), "cuda")
+    inputs = cuda_inputs(model, batch=1, **size)
     patch = trp.patch(model, trp.Quantized(cuda_graph="off", attention="triton", linears="triton"))
     run(model, inputs)  # compiles
     launches.clear()
@@ -107,16 +107,11 @@ def graphed_pair(**options):
     return [model.cuda() for model in pair]
 
 
-def gpu_inputs(model, **options):
-    inputs = inputs_for(model, **options)
-    return moved(inputs, "cuda")
-
-
 def test_a_replayed_model_computes_the_same():
     pair = graphed_pair()
-    warm(pair, gpu_inputs(pair[0]))
+    warm(pair, cuda_inputs(pair[0]))
     for seed in (11, 13):
-        assert_replayed(pair, gpu_inputs(pair[0], seed=seed))
+        assert_replayed(pair, cuda_inputs(pair[0], seed=seed))
     assert graphs_of(pair[0]).kept == 1
 
 
@@ -129,7 +124,7 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES)
 def test_a_parameter_that_is_changed_in_place_takes_effect_in_the_next_replay(write):
     pair = graphed_pair()
-    inputs = gpu_inputs(pair[0])
+    inputs = cuda_inputs(pair[0])
     warm(pair, inputs)
     before, addresses = run(pair[0], inputs), addresses_of(pair[0])
     for model in pair:
@@ -145,7 +140,7 @@ def addresses_of(model):
 
 def test_restore_after_replays_brings_the_model_back():
     pair = graphed_pair()
-    inputs = gpu_inputs(pair[0])
+    inputs = cuda_inputs(pair[0])
     warm(pair, inputs)
     plain = model_and_inputs("t2v", GPU, torch.bfloat16, layers=1, **SIZES)[0]
     trp.restore(pair[0])

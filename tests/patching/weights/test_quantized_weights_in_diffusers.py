@@ -26,11 +26,6 @@ from turbo_rcm_patch.patching.weights.linear_8bit import PARTS, QuantizedLinear
 from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
 
-@pytest.fixture
-def model():
-    return tiny_wan_transformer()
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora(model, when):
     plain = tiny_wan_transformer()

@@ -14,12 +14,6 @@ from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
 from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE, QuantizedLinear, convert
 from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
 
-
-@pytest.fixture
-def model():
-    return tiny_wan_transformer()
-
-
 LARGE = {"heads": 8, "head_dim": 128, "ffn_dim": 4096, "layers": 4, "dtype": torch.bfloat16}
 
 

@@ -22,11 +22,6 @@ AS_A_PARAMETER = LoraConfig(r=4, target_modules=[], target_parameters=["attn1.to
 RULE = r"call restore\(\) first, change the weight, then patch again"
 
 
-@pytest.fixture
-def model():
-    return tiny_wan_transformer()
-
-
 def by_weight(write):
     return lambda model: write(model.blocks[0].attn1.to_q.weight)
 
