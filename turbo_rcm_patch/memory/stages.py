@@ -326,7 +326,10 @@ def _has_kernels(patched: Patched) -> bool:
 
 
 def _over_our_kernels(vae: nn.Module, patched: Patched) -> tuple[float, float]:
-    """Return the memory of a decode and of an encode by a VAE over that with our kernels, which are for 16 bits."""
+    """Return a VAE's memory of a decode and of an encode, each over that with our kernels.
+
+    Our convolutions do not take fp32. Our norms do.
+    """
     over = (1.0, 1.0, 1.0)
     if not _has_kernels(patched):
         over = PYTORCHS_NORMS_TOO

@@ -209,12 +209,13 @@ READS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the original's own, and another
 @pytest.mark.parametrize("read", READS)
-def test_every_way_to_read_takes_the_dtype_of_the_model_and_cannot_write(model, read):
+def test_every_way_to_read_takes_the_dtype_of_the_model_and_cannot_write(model, read, dtype):
     trp.patch(model, CONFIG)
-    model.double()
+    model.to(dtype)
     linear = model.blocks[0].attn1.to_q
-    expected = READS[read](linear.original.detach().double())
+    expected = READS[read](linear.original.detach().to(dtype, copy=True))
     for _ in range(2):
         found = READS[read](linear.weight)
         assert type(found) is torch.Tensor
