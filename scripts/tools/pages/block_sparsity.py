@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from scripts.tools.pages.cells import folded
+from scripts.tools.pages.cells import folded, percent, with_error
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.tables import table
 
@@ -48,7 +48,7 @@ else 128 and 64, and more blocks can be left out.
 - *Kept*: the share of key blocks.
 - *Error*: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step.
 - *Right*: the share of what {settings["n"]} held-out captions ask for that the videos show. The exact tier has
-  {_percent(exact)} %.
+  {percent(exact)} %.
 
 File: `{file}`.
 {where}
@@ -76,22 +76,18 @@ def _times_dense(ops: Mapping | None) -> tuple[dict[str, str], str]:
 
 def _cells(row: Mapping) -> list[str]:
     kept, errors = ([layer[key] for layer in row["layers"]] for key in ("kept", "error"))
-    overall, change = row["accuracy"]["overall"], row["change"]
+    change = row["change"]
     return [
         row["variant"],
         f"{100 * sum(kept) / len(kept):.0f}",
         f"{100 * min(kept):.0f} to {100 * max(kept):.0f}",
         f"{sum(errors) / len(errors):.1e}",
         f"{max(errors):.1e}",
-        f"{_percent(overall['share'])} ± {_percent(overall['standard_error'])}",
-        f"{100 * change['share']:+.1f} ± {_percent(change['standard_error'])}",
+        with_error(row["accuracy"]["overall"]),
+        f"{100 * change['share']:+.1f} ± {percent(change['standard_error'])}",
         f"{row['psnr_to_exact']:.1f}",
     ]
 
 
 def _kept_and_error(layer: Mapping) -> str:
     return f"{100 * layer['kept']:.0f} %, {layer['error']:.1e}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"

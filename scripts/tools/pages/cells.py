@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from scripts.tools.pages.charts import chart_file
@@ -42,6 +42,11 @@ def speedup(rival: float | None, step: float, target: float) -> str:
 
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
+
+
+def with_error(accuracy: Mapping) -> str:
+    """Return a share in percent with its standard error."""
+    return f"{percent(accuracy['share'])} ± {percent(accuracy['standard_error'])}"
 
 
 def decibels(value: float | None) -> str:

@@ -57,7 +57,7 @@ DIGEST = "Description"  # the PNG's text that has it
 
 def names_of(run: dict) -> dict[str, str]:
     """Return the names of a run's variants that ran, in order."""
-    tier = run["settings"].get("preset", "exact")
+    tier = tier_of_run(run)
     rivals = {} if tier == "exact" else QUANTIZED_RIVALS
     beside = {name: name for name in (WITHOUT_GRAPHS, *BESIDE_A_LORA)}
     names = {**NAMES, **rivals, "patched": f"patched ({tier})", **beside}

@@ -185,8 +185,7 @@ def gibibytes(peak: int | None) -> str:
 
 
 def _whole_video(run: dict) -> str:
-    tier = run["settings"].get("preset", "exact")
-    return f"a whole video of {model_of(run)}, {run['settings']['num_inference_steps']} steps, {tier}"
+    return f"a whole video of {model_of(run)}, {run['settings']['num_inference_steps']} steps, {tier_of_run(run)}"
 
 
 def _size(run: dict) -> str:
@@ -305,7 +304,7 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
 
 def _error_limit(run: dict, compiled: float | None) -> float | None:
     """Return the error allowed for a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
-    tier = TIERS[run["settings"].get("preset", EXACT.name)]
+    tier = TIERS[tier_of_run(run)]
     if tier is not EXACT:
         return tier.limits.step
     return None if compiled is None else ACCURACY_FACTOR * compiled

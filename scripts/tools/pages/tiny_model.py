@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from .cells import decibels, percent, table_of, versions
+from .cells import decibels, percent, table_of, versions, with_error
 
 TRAINING = "training.json"
 # The results of measure_block_sparsity.py, evaluate_sparse.py and train_lora.py, which need no GPU.
@@ -73,14 +73,12 @@ def sparse_table(results: dict) -> str:
     steps = list(dict.fromkeys(row["steps"] for row in rows))
     header = ["attention", "key blocks kept"]
     for count in steps:
-        header += [f"{count} step{'s' * (count > 1)}, %", "PSNR to exact, dB"]
+        header += [f"{_steps(count)}, %", "PSNR to exact, dB"]
     lines, dtype = [], _dtype(results)
     for variant, kept in dict.fromkeys((row["variant"], row["kept"]) for row in rows):
         cells = [f"{variant} in {dtype}", "all" if kept is None else f"{100 * kept:.0f} %"]
         for row in (row for row in rows if (row["variant"], row["kept"]) == (variant, kept)):
-            overall = row["accuracy"]["overall"]
-            cells += [f"{percent(overall['share'])} ± {percent(overall['standard_error'])}"]
-            cells.append(decibels(row["psnr_to_exact"]))
+            cells += [with_error(row["accuracy"]["overall"]), decibels(row["psnr_to_exact"])]
         lines.append(cells)
     queries, keys = settings["blocks"]
     return (
@@ -121,7 +119,7 @@ def _table_of_groups(groups: list[tuple[dict, dict]]) -> str:
     for measured, variants in groups:
         where = [measured["environment"]["gpu"] or "a CPU", str(measured["settings"]["n"])]
         for name, rows in variants.items():
-            shares = [_overall(rows[count]) if count in rows else "" for count in counts]
+            shares = [with_error(rows[count]["accuracy"]["overall"]) if count in rows else "" for count in counts]
             lines.append([*where, name, *shares, decibels(rows[max(rows)]["psnr_to_exact"])])
             where = ["", ""]
     return table_of(header, lines)
@@ -153,11 +151,6 @@ def _by_variant(results: list[dict], name_of: Callable[[dict], str]) -> dict[str
 
 def _steps(count: int) -> str:
     return f"{count} step{'s' * (count > 1)}"
-
-
-def _overall(row: dict) -> str:
-    overall = row["accuracy"]["overall"]
-    return f"{percent(overall['share'])} ± {percent(overall['standard_error'])}"
 
 
 def lora_table(results: dict) -> str:
