@@ -14,7 +14,6 @@ from tests.tiny_vae import KINDS, decode, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 from turbo_rcm_patch.patching.families.vae import forward
-from turbo_rcm_patch.patching.families.vae.classes import ENCODER
 from turbo_rcm_patch.patching.families.vae.encoder import _Encoder
 from turbo_rcm_patch.patching.families.vae.forward import vae_state
 from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
@@ -23,16 +22,6 @@ from turbo_rcm_patch.tiers import EXACT
 FP32 = EXACT.limits.fp32
 FEW_LEVELS = {"dim_mult": [1] * 3, "temperal_downsample": [True, False]}
 GROWING = ["wan 2.1, growing", "residual, growing", "qwen image"]  # with channels enough for errors to average out
-
-
-@pytest.fixture
-def diffusers_encoder_is_off(monkeypatch):
-    """Nothing that is compared with diffusers may be diffusers' own: a fallback would always agree."""
-
-    def must_not_run(*_, **__):
-        raise AssertionError("diffusers' own encoder ran")
-
-    return lambda: [monkeypatch.setattr(encoder, "__call__", must_not_run) for encoder in ENCODER]
 
 
 def tiny_video(frames=5, batch=2, height=32, width=48, dtype=torch.float32, *, seed=7):
@@ -63,12 +52,12 @@ def check(kind, x, off, set_up=lambda vae: None, **config):
 
 @pytest.mark.parametrize("frames", [1, 14])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_and_a_video_in_chunks_of_any_size(kind, frames, diffusers_encoder_is_off):
+def test_an_image_and_a_video_in_chunks_of_any_size(kind, frames, diffusers_is_off):
     """diffusers encodes 13 of 14 frames: the first alone, then three groups of four."""
     vae, x = tiny_vae(kind), tiny_video(frames)
     expected = encode(vae, x)
     assert expected.shape[2] == 1 + (frames - 1) // 4
-    diffusers_encoder_is_off()
+    diffusers_is_off()
     for chunk in (None, 1, 2) if frames > 1 else (None,):
         with trp.patch(vae, trp.Exact(vae_chunk=chunk)):
             assert relative_error(encode(vae, x), expected) <= FP32, chunk
@@ -83,10 +72,10 @@ def test_an_image_and_a_video_in_chunks_of_any_size(kind, frames, diffusers_enco
         ("wan 2.1", (24, 32, 32, 24)),  # rows are left out
     ],
 )
-def test_tiles(kind, tiles, diffusers_encoder_is_off):
+def test_tiles(kind, tiles, diffusers_is_off):
     x = tiny_video(5, 1, 64, 64)
     whole = encode(tiny_vae(kind), x)
-    in_tiles = check(kind, x, diffusers_encoder_is_off, lambda vae: vae.enable_tiling(*tiles))
+    in_tiles = check(kind, x, diffusers_is_off, lambda vae: vae.enable_tiling(*tiles))
     assert in_tiles.shape != whole.shape or relative_error(in_tiles, whole) > 1e-3
 
 
@@ -102,28 +91,28 @@ def test_tiled_encode_alone():
         assert encode(vae, small).shape[-1] == 4
 
 
-def test_slices_and_a_batch(diffusers_encoder_is_off):
+def test_slices_and_a_batch(diffusers_is_off):
     x = tiny_video(5, 3)
-    sliced = check("qwen image", x, diffusers_encoder_is_off, lambda vae: vae.enable_slicing())
+    sliced = check("qwen image", x, diffusers_is_off, lambda vae: vae.enable_slicing())
     vae = tiny_vae("qwen image")
     trp.patch(vae)
     assert relative_error(sliced, encode(vae, x)) <= FP32
 
 
-def test_sizes_that_are_odd_and_memory_of_any_layout(diffusers_encoder_is_off):
+def test_sizes_that_are_odd_and_memory_of_any_layout(diffusers_is_off):
     x = tiny_video(6, 2, 35, 50).transpose(3, 4).contiguous().transpose(3, 4)
-    check("wan 2.1, growing", x, diffusers_encoder_is_off)
+    check("wan 2.1, growing", x, diffusers_is_off)
 
 
 OTHERS = [{"temperal_downsample": [True, True, False]}, {"temperal_downsample": [False] * 3}, {"in_channels": 4}]
 
 
 @pytest.mark.parametrize("options", OTHERS)
-def test_other_encoders_of_the_class(options, diffusers_encoder_is_off):
+def test_other_encoders_of_the_class(options, diffusers_is_off):
     vae = AutoencoderKLWan(**{**KINDS["wan 2.1, growing"], **options}).eval()
     x = torch.randn(1, options.get("in_channels", 3), 9, 16, 24)
     expected = encode(vae, x)
-    diffusers_encoder_is_off()
+    diffusers_is_off()
     trp.patch(vae)
     assert relative_error(encode(vae, x), expected) <= FP32
 
@@ -142,11 +131,11 @@ def test_low_precision_is_no_less_accurate(kind, dtype):
 
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
 @pytest.mark.parametrize(("kind", "frames"), [("qwen image", 1), ("residual", 5)])
-def test_through_the_kernels(kind, frames, diffusers_encoder_is_off):
+def test_through_the_kernels(kind, frames, diffusers_is_off):
     """Pixels have channels of zeros then, so that a kernel reads 16 bytes at a time."""
     vae, x = tiny_vae(kind, **FEW_LEVELS), tiny_video(frames, 1, 8, 8)
     expected = encode(vae, x)
-    diffusers_encoder_is_off()
+    diffusers_is_off()
     trp.patch(vae, trp.Exact(implementation="triton"))
     assert relative_error(encode(vae, x), expected) <= FP32
 
@@ -334,7 +323,7 @@ def test_frames_that_cannot_be_halved_so_often_raise_diffusers_error():
     [(AutoencoderKLWan, {}, 21), (AutoencoderKLWan, TI2V_5B_VAE, 21), (AutoencoderKLQwenImage, {}, 1)],
     ids=["wan 2.1", "ti2v-5b", "qwen image"],
 )
-def test_error_of_the_real_models_on_a_gpu(cls, options, frames, monkeypatch, diffusers_encoder_is_off):
+def test_error_of_the_real_models_on_a_gpu(cls, options, frames, monkeypatch, diffusers_is_off):
     """Beside an encode in fp32, without TF32, whole and in tiles. A video that the patch takes in parts."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
@@ -347,7 +336,7 @@ def test_error_of_the_real_models_on_a_gpu(cls, options, frames, monkeypatch, di
         for vae in (low, wide) if tiled else ():
             vae.enable_tiling(128, 128, 96, 96)
         runs.append((tiled, encode(wide, x.float()), encode(low, x)))
-    diffusers_encoder_is_off()
+    diffusers_is_off()
     for tiled, oracle, unpatched in runs:
         low.use_tiling = tiled
         for chunk in (None, 2):
