@@ -152,10 +152,15 @@ def test_values_of_the_8_bit_options():
             config_class(quantize="linears")
         with pytest.raises(ValueError, match="quantize='gelu' is unknown; accepted are attention, linears"):
             config_class(quantize=("gelu",))
+        with pytest.raises(ValueError, match="keep='ffn' is a string"):
+            config_class(keep="ffn")
+        for name in (3, ""):
+            with pytest.raises(ValueError, match=f"keep contains {name!r}; give names of modules"):
+                config_class(keep=[name])
         with pytest.raises(ValueError, match="restorable=0; give True or False"):
             config_class(restorable=0)
     for config_class in (trp.Quantized, trp.BlockSparse):
-        for wrong in (1, (1,), (-1, 0), (0.5, 1), "12"):
+        for wrong in (1, (1,), (-1, 0), (0.5, 1), (True, True), "12"):
             with pytest.raises(ValueError, match=r"exact_steps=.*; give \(first, last\), two whole numbers of steps"):
                 config_class(exact_steps=wrong)
 

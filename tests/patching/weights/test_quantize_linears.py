@@ -93,21 +93,6 @@ def test_names_and_groups_keep_layers_as_they_are(model, options, left):
     assert len(quantized_linears(model)) == left
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep": "ffn"}, "keep='ffn' is a string"),
-        ({"keep": [3]}, r"keep contains 3; give names of modules"),
-        ({"keep": [""]}, r"keep contains ''; give names of modules"),
-        ({"restorable": "no"}, r"restorable='no'; give True or False"),
-        ({"exact_steps": (True, True)}, r"exact_steps=\(True, True\); give \(first, last\)"),
-    ],
-)
-def test_values_of_another_kind_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        trp.Quantized(**options)
-
-
 def test_fused_projections_are_left_alone(model):
     plain = tiny_wan_transformer()
     for each in (model, plain):
