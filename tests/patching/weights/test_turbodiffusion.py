@@ -255,15 +255,6 @@ def test_the_folder_of_a_pipeline(saved, tmp_path):
         trp.load_turbodiffusion(tmp_path / "t2v", tiny_wan_pipeline("wan22_i2v"), **SLA)
 
 
-def test_a_model_on_the_meta_device(saved):
-    with torch.device("meta"):
-        model = tiny_wan_transformer()
-    model.rope = tiny_wan_transformer().rope
-    weights = turbo_weights(tiny_wan_transformer())
-    trp.load_turbodiffusion(saved(weights), model, **SLA)
-    assert relative_error(run(model), literal(weights, model)) < 1e-5
-
-
 def test_low_precision_models_keep_what_they_have_in_fp32(saved):
     model = tiny_wan_transformer(dtype=torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in parameters_of(model).items()}
