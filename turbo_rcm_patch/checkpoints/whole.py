@@ -228,9 +228,8 @@ def _other_depth(model: nn.Module, names: Names, every: Set[str]) -> str | None:
 def refuse_without(source: str | Path, tensors: Tensors, title: str, weight: Sequence[str]) -> NoReturn:
     """Raise ValueError for a file without a weight that every model of a family has.
 
-    The error names a quantised format that is not known, if the file has one in place of the weight.
-
-    title: the models' name. weight: the weight's names, the authors' first.
+    If the file has it in a quantised format that is not known, the error says so. title: the models' name. weight: the
+    weight's names, the authors' first.
     """
     _refuse_companions(str(source), {without_prefix(key): key for key in tensors}, frozenset(), frozenset(weight))
     raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-import numpy
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -58,7 +58,7 @@ class ReadOnlyWeight(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         raise self._refusal()
 
-    def numpy(self, *, force: bool = False) -> numpy.ndarray:
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         """Return a copy of the values as an array."""
         return self._values().clone().numpy(force=force)
 
