@@ -59,7 +59,7 @@ def show(results: list[OpResult]) -> None:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name contains one of these")
-    parser.add_argument("--tier", nargs="+", choices=TIERS, default=tuple(TIERS), help="cases of these tiers (all)")
+    parser.add_argument("--tier", nargs="+", choices=TIERS, default=tuple(TIERS), help="tiers to time (default: all)")
     parser.add_argument("--rounds", type=int, default=20, help="timed runs per contender (default 20)")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)

@@ -161,8 +161,10 @@ def _conv_skip(
 
 
 def _launch_gluon(launch: Callable, x, weight, bias, residual, front, upsample, interleave):
-    """Launch a kernel for sm_90, or the portable one if operands are not aligned. After launch, takes `_conv_skip`'s
-    arguments."""
+    """Launch a kernel for sm_90, or the portable one if operands are not aligned.
+
+    launch: the launcher of the kernel for sm_90. The rest are `_conv_skip`'s arguments.
+    """
     out, x, front, weight, bias, residual = _packed(x, weight, bias, residual, front, upsample, interleave)
     if conv_sm90.fits_tma(x, front, weight, residual):
         launch(x, front, weight, bias, residual, out, upsample, interleave)
