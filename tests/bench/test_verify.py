@@ -10,9 +10,9 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.cases import build_pipeline, structured_inputs
-from turbo_rcm_patch.bench.oracle import run_oracle
+from turbo_rcm_patch.bench.oracle import run_block_oracle, run_oracle
 from turbo_rcm_patch.bench.report import verification_table
-from turbo_rcm_patch.bench.verify import BlockCheck, Verification, named_blocks, verify
+from turbo_rcm_patch.bench.verify import BlockCheck, Verification, check_outputs, named_blocks, verify
 from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families import CASES
@@ -60,23 +60,23 @@ def test_the_triton_kernels_pass_and_are_what_is_checked(variant, device):
 
 
 def test_hidden_states_are_those_of_the_unpatched_generation(monkeypatch):
-    seen = {}
+    pipe, seen = rcm_pipeline(), {}
 
-    def keep_inputs(name, step, block, args, kwargs, patched, unpatched, limits):
-        seen.setdefault((name, step), (args, kwargs))
-        return BlockCheck(name, step, torch.float32, 0.0, 0.0, 0.0)
+    def keep_inputs(block, args, kwargs):
+        seen.setdefault(block, []).append(args[0])
+        return run_block_oracle(block, args, kwargs)
 
     damage_block(monkeypatch, module, "transformer.blocks.0", lambda output: output * math.nan)
-    monkeypatch.setattr(module, "_check", keep_inputs)
-    verify(rcm_pipeline(), call(), config=BLOCKS, seed=5)
+    monkeypatch.setattr(module, "run_block_oracle", keep_inputs)
+    verify(pipe, call(), config=BLOCKS, seed=5)
+    at_first_step, at_last_step = seen[pipe.transformer.blocks[1]]
 
     expected = []
     pipe = rcm_pipeline()
     pipe.transformer.blocks[1].register_forward_pre_hook(lambda block, args: expected.append(args[0]))
     pipe(**call(), generator=torch.Generator().manual_seed(5))
-    for step in (1, 3):
-        args, _ = seen["transformer.blocks.1", step]
-        assert torch.equal(args[0], expected[step - 1])
+    assert torch.equal(at_first_step, expected[0])
+    assert torch.equal(at_last_step, expected[2])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,8 @@ def test_every_result_of_a_block_is_checked(first):
         right = block(x)
 
     def check(patched):
-        return module._check("b", 1, block, (x,), {}, patched, right, EXACT.limits)
+        oracle = run_block_oracle(block, (x,), {})
+        return check_outputs("b", 1, patched, right, oracle, EXACT.limits)
 
     assert check(right).ok
     wrong_second = (right[0], 1.01 * right[1])

@@ -256,7 +256,7 @@ class _BlockCall:
     def __init__(self, name: str, step: int, block: nn.Module, args: tuple, kwargs: dict, unpatched: Output):
         self.name, self._step, self._block, self._inputs = name, step, block, (args, kwargs)
         self._unpatched = unpatched
-        self._oracle = run_block_oracle(block, args, kwargs, tensors_of(unpatched)[0].dtype)
+        self._oracle = run_block_oracle(block, args, kwargs)
         self._trace = trace_in_fp32(block, args, kwargs)
 
     def judge(self, limits: ErrorLimits) -> Judged:
@@ -314,7 +314,7 @@ def _replace_output(block: nn.Module, replacement: Replacement):
 def _rounded_oracle(block: nn.Module, args: tuple, kwargs: dict) -> Output:
     """Return the output of a block's oracle in the dtype of its hidden states."""
     dtype = dtype_of(args, kwargs)
-    output = run_block_oracle(block, args, kwargs, dtype)
+    output = run_block_oracle(block, args, kwargs)
     if isinstance(output, torch.Tensor):
         return output.to(dtype)
     return tuple(one if one is None else one.to(dtype) for one in output)

@@ -15,7 +15,7 @@ from ..patching.weights.linear_8bit import QuantizedLinear
 from ..patching.weights.quantize_linears import is_quantized
 from ..tiers import is_low_precision
 from .coding import without_tf32
-from .parts import Trace, trace_of, upcast
+from .parts import Trace, dtype_of, trace_of, upcast
 from .sparse import by_reference, sparse_self_attention
 
 _PACKED_LINEAR = "GGUFLinear"  # diffusers' linear for GGUF files. Its weight is a tensor of bytes.
@@ -159,9 +159,10 @@ def trace_in_fp32(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -
     return trace_of(class_copy(block).to(device_of(args, kwargs), torch.float32), args, kwargs)
 
 
-def run_block_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
-    """Return `run_oracle` in fp32, or in fp64 for a block in fp32. dtype: the block's."""
-    return run_oracle(block, args, kwargs, torch.float32 if is_low_precision(dtype) else torch.float64)
+def run_block_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Output:
+    """Return `run_oracle` in fp32, or in fp64 for hidden states in fp32."""
+    low = is_low_precision(dtype_of(args, kwargs))
+    return run_oracle(block, args, kwargs, torch.float32 if low else torch.float64)
 
 
 def run_unpatched(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Output:

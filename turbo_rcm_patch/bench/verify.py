@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from ..checkpoints.files import COMPONENTS
 from ..config import Exact, PatchConfig, resolve_config
 from ..patching import patch
+from ..patching.apply import transformers_of
 from ..patching.families import family_of
 from ..patching.families.vae import vae_state
 from ..tiers import EXACT, ErrorLimits, is_low_precision
@@ -20,7 +20,7 @@ from .coding import coded, coding_oracle, inputs_of, refuse_tiny_vae, without_tf
 from .kept_blocks import KeptShare, kept_share_of
 from .metrics import relative_l2
 from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32, weights_with
-from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs
+from .parts import CHOICE, SUB_LAYERS, dtype_of, part_errors, self_attention_inputs
 from .sparse import best_choice, sparse_self_attention
 
 CODING = ("encode", "decode")  # the VAE's methods, each checked like a block, but once
@@ -200,25 +200,32 @@ def verify(
                 q, k, _ = self_attention_inputs(trace_in_fp32(block, args, kwargs))
             attn.processor.block_map = best_choice(attn.processor, q, k)
 
+    def check_parts(name: str, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        trace, dtype = trace_in_fp32(block, args, kwargs), dtype_of(args, kwargs)
+        for part, error in part_errors(block, trace, args, kwargs).items():
+            parts.append(PartCheck(name, steps.now, part, error, _allowed(part, dtype, limits)))
+        if (share := kept_share_of(block, trace)) is not None:
+            kept.append(KeptShare(name, steps.now, share))
+
     def check_block(name: str) -> Callable:
         def hook(block: nn.Module, args: tuple, kwargs: dict, patched: Output) -> Output:
             with weights_with(block, args, kwargs):
                 unpatched = run_unpatched(block, args, kwargs)
                 if steps.is_checked:
-                    checks.append(_check(name, steps.now, block, args, kwargs, patched, unpatched, limits))
+                    oracle = run_block_oracle(block, args, kwargs)
+                    checks.append(check_outputs(name, steps.now, patched, unpatched, oracle, limits))
+                    del oracle  # the parts need the memory
                     if not isinstance(config, Exact):
-                        trace = trace_in_fp32(block, args, kwargs)
-                        parts.extend(_check_parts(name, steps.now, block, trace, args, kwargs, limits))
-                        kept.extend(_kept(name, steps.now, block, trace))
+                        check_parts(name, block, args, kwargs)
             if (attn := sparse_self_attention(block)) is not None:
                 attn.processor.block_map = None
             return unpatched
 
         return hook
 
-    blocks = named_blocks(pipe)
     vae = getattr(pipe, "vae", None)
     with patch(pipe, config) as applied, contextlib.ExitStack() as hooks:
+        blocks = named_blocks(pipe)
         is_checked = vae is not None and vae_state(vae) is not None
         inputs = {method: hooks.enter_context(inputs_of(vae, method)) for method in CODING if is_checked}
         for name, block in blocks.items():
@@ -241,27 +248,11 @@ def verify(
 
 def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
     """Return the blocks of a pipeline's transformers by name, such as "transformer.blocks.0"."""
-    transformers = {name: getattr(pipe, name, None) for name in COMPONENTS}
     return {
         f"{name}.{path}": block
-        for name, transformer in transformers.items()
-        if transformer is not None and (family := family_of(transformer)) is not None
-        for path, block in family.every_block(transformer)
+        for name, transformer in transformers_of(pipe).items()
+        for path, block in family_of(transformer).every_block(transformer)
     }
-
-
-def _check(
-    name: str,
-    step: int,
-    block: nn.Module,
-    args: tuple,
-    kwargs: Mapping[str, object],
-    patched: Output,
-    unpatched: Output,
-    limits: ErrorLimits,
-) -> BlockCheck:
-    oracle = run_block_oracle(block, args, kwargs, tensors_of(unpatched)[0].dtype)
-    return check_outputs(name, step, patched, unpatched, oracle, limits)
 
 
 def check_outputs(
@@ -291,39 +282,13 @@ def _check_coding(
     oracle = coding_oracle(vae, method, x, torch.float32 if is_low_precision(x.dtype) else torch.float64)
     with without_tf32():
         unpatched = coded(vae, method, x)
-    return BlockCheck(
-        block=f"vae.{method}",
-        step=step,
-        dtype=x.dtype,
-        unpatched_error=relative_l2(unpatched, oracle),
-        patched_error=relative_l2(patched, oracle),
-        difference=relative_l2(patched, unpatched),
-        limits=config.decode_limits if method == "decode" else EXACT.limits,
-    )
+    limits = config.decode_limits if method == "decode" else EXACT.limits
+    return check_outputs(f"vae.{method}", step, patched, unpatched, oracle, limits)
 
 
-def _check_parts(
-    name: str,
-    step: int,
-    block: nn.Module,
-    trace: Trace,
-    args: tuple,
-    kwargs: Mapping[str, object],
-    limits: ErrorLimits,
-) -> Iterator[PartCheck]:
-    dtype = dtype_of(args, kwargs)
-    for part, error in part_errors(block, trace, args, kwargs).items():
-        allowed = (
-            limits.allowed_choice(torch.finfo(dtype).eps / 2)
-            if part == CHOICE
-            else limits.part
-            if part.rpartition(" ")[2] in SUB_LAYERS  # perhaps after the name of a stream
-            else None
-        )
-        yield PartCheck(name, step, part, error, allowed or None)
-
-
-def _kept(name: str, step: int, block: nn.Module, trace: Trace) -> Iterator[KeptShare]:
-    share = kept_share_of(block, trace)
-    if share is not None:
-        yield KeptShare(name, step, share)
+def _allowed(part: str, dtype: torch.dtype, limits: ErrorLimits) -> float | None:
+    """Return the largest error that a part of a block may have, or None if it has no limit."""
+    if part == CHOICE:
+        return limits.allowed_choice(torch.finfo(dtype).eps / 2)
+    is_sub_layer = part.rpartition(" ")[2] in SUB_LAYERS  # perhaps after the name of a stream
+    return limits.part or None if is_sub_layer else None
