@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..patching.tiny_vae import has_tiny_vae
+from .replaced import replaced
 
 SETTINGS = ("use_", "tile_")  # a VAE's attributes for slices and tiles, which change what it computes
 
@@ -22,20 +23,14 @@ def inputs_of(vae: ModelMixin, method: str) -> Iterator[list[torch.Tensor]]:
 
     method: "decode", for latents [B, z_dim, F, H, W], or "encode", for pixels [B, 3, F, H, W].
     """
-    original, before, seen = getattr(vae, method), vars(vae).get(method), []
+    original, seen = getattr(vae, method), []
 
     def watched(x: torch.Tensor, *args, **kwargs):
         seen.append(x)
         return original(x, *args, **kwargs)
 
-    setattr(vae, method, watched)
-    try:
+    with replaced(vae, method, watched):
         yield seen
-    finally:
-        if before is None:
-            delattr(vae, method)
-        else:
-            setattr(vae, method, before)
 
 
 def refuse_tiny_vae(pipe: DiffusionPipeline) -> None:

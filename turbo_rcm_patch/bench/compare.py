@@ -22,6 +22,7 @@ from .compilations import compilations
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
 from .oracle import first_call, run_oracle, tensors_of
+from .replaced import progress_bar
 from .timing import StageTimings, TimedGeneration, in_turns, timed_generation
 from .variants import (
     COMPILED,
@@ -202,25 +203,20 @@ def take_turns(
     """
     gc.collect()
     runs = {name: Runs() for name in variants.switches}
-    progress_bar = dict(getattr(pipe, "_progress_bar_config", {}))
-    try:
-        for turn, name in in_turns(variants.switches, warmups + repeats):
-            switch, run = variants.switches[name], runs[name]
-            description = f"{name} {turn + 1}/{warmups + repeats}"
-            pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
-            before = allocated(device)
-            with switch() as applied, compilations() as compiled:
-                run.made = _generate_recorded(generate, applied)
-                run.weights = sum(map(memory_of, transformers_of(pipe).values()))
-                graph_memory = 0 if applied is None else applied.graph_memory
-                run.summary = "" if applied is None else applied.summary()
-            others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory
-            if turn >= warmups:
-                run.timings.append(_with_memory(run.made.timings, graph_memory - others))
-                run.compiled += compiled()
-            run.left += allocated(device) - before
-    finally:
-        pipe.set_progress_bar_config(**progress_bar)
+    for turn, name in in_turns(variants.switches, warmups + repeats):
+        switch, run = variants.switches[name], runs[name]
+        bar = progress_bar(pipe, desc=f"{name} {turn + 1}/{warmups + repeats}", leave=False)
+        before = allocated(device)
+        with bar, switch() as applied, compilations() as compiled:
+            run.made = _generate_recorded(generate, applied)
+            run.weights = sum(map(memory_of, transformers_of(pipe).values()))
+            graph_memory = 0 if applied is None else applied.graph_memory
+            run.summary = "" if applied is None else applied.summary()
+        others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory
+        if turn >= warmups:
+            run.timings.append(_with_memory(run.made.timings, graph_memory - others))
+            run.compiled += compiled()
+        run.left += allocated(device) - before
     return runs
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from torch._dynamo.utils import counters
 from triton import knobs
 
+from .replaced import replaced
+
 
 @contextlib.contextmanager
 def compilations() -> Iterator[Callable[[], int]]:
@@ -18,11 +20,8 @@ def compilations() -> Iterator[Callable[[], int]]:
         kernels.append(None)
         return None if hook is None else hook(*arguments, **options)
 
-    knobs.runtime.jit_post_compile_hook = counted
-    try:
+    with replaced(knobs.runtime, "jit_post_compile_hook", counted):
         yield lambda: len(kernels) + _graphs() - graphs
-    finally:
-        knobs.runtime.jit_post_compile_hook = hook
 
 
 def _graphs() -> int:

@@ -24,6 +24,7 @@ from ..shapes.render import FRAMES, HEIGHT, WIDTH
 from .coding import without_tf32
 from .environment import Environment, describe_environment
 from .metrics import frame_psnr
+from .replaced import progress_bar
 
 UNPATCHED, EXACT, UNPATCHED_FP32 = "unpatched", "exact", "unpatched fp32"
 VARIANTS = 4  # the most that the command has: unpatched, exact, another tier, unpatched in fp32
@@ -152,9 +153,9 @@ def evaluate(
     results = []
     with (
         without_tf32(),
-        _without_progress_bar(pipe),
-        _without_progress_bar(reference or pipe),
-        _without_progress_bar(tuned or pipe),
+        progress_bar(pipe, disable=True),
+        progress_bar(reference or pipe, disable=True),
+        progress_bar(tuned or pipe, disable=True),
     ):
         variants, base = _variants(pipe, reference, configs or {}, tuned or pipe)
         for count in steps:
@@ -192,7 +193,7 @@ def prompt_accuracy(
     call: the pipeline's arguments, except prompt, generator and output_type. Noise is as in ``evaluate``.
     """
     scores = []
-    with _without_progress_bar(pipe):
+    with progress_bar(pipe, disable=True):
         for start in range(0, len(scenes), batch_size):
             batch = range(start, min(start + batch_size, len(scenes)))
             scores += judge_videos(generate_videos(pipe, scenes, batch, call, seed), [scenes[i] for i in batch])
@@ -285,13 +286,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _without_progress_bar(pipe: DiffusionPipeline) -> Iterator[None]:
-    config = dict(getattr(pipe, "_progress_bar_config", {}))
-    pipe.set_progress_bar_config(**{**config, "disable": True})
-    try:
-        yield
-    finally:
-        pipe.set_progress_bar_config(**config)

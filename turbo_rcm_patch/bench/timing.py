@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 
+from .replaced import replaced
+
 T = TypeVar("T")
 
 
@@ -108,11 +110,11 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
     return TimedGeneration(frames, last_latents, timings, *more)
 
 
-@contextlib.contextmanager
-def _marked(owner: object, method: str, marks: list, mark: Callable, after: bool = True) -> Iterator[None]:
-    """Append a mark before, and if asked also after, each call of the owner's method in this context."""
+def _marked(
+    owner: object, method: str, marks: list, mark: Callable, after: bool = True
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which each call of the owner's method appends a mark before it, and if asked also after it."""
     original = getattr(owner, method)
-    on_instance = method in vars(owner)
 
     @functools.wraps(original)
     def marked(*args, **kwargs):
@@ -122,14 +124,7 @@ def _marked(owner: object, method: str, marks: list, mark: Callable, after: bool
             marks.append(mark())
         return result
 
-    setattr(owner, method, marked)
-    try:
-        yield
-    finally:
-        if on_instance:
-            setattr(owner, method, original)
-        else:
-            delattr(owner, method)
+    return replaced(owner, method, marked)
 
 
 class _CpuClock:

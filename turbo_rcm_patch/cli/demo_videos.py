@@ -7,7 +7,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 from diffusers import DiffusionPipeline
 
 from ..bench.compare import Comparison, compare
+from ..bench.replaced import replaced
 from ..bench.report import comparison_table
 from ..bench.variants import PATCHED, UNPATCHED
 from ..wording import counted
@@ -182,22 +183,16 @@ class DemoVideos:
         )
 
 
-@contextlib.contextmanager
-def _steps_told(pipe: DiffusionPipeline, tell: Tell | None) -> Iterator[None]:
-    """In this context, tell is called in place of the pipeline's progress bar."""
+def _steps_told(pipe: DiffusionPipeline, tell: Tell | None) -> contextlib.AbstractContextManager[None]:
+    """A context in which tell, if there is one, is called in place of the pipeline's progress bar."""
     if tell is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def progress_bar(total: int) -> _Steps:
         name, run = pipe._progress_bar_config["desc"].split()  # `compare` writes "patched 2/3"
         return _Steps(tell, name if run == "1/1" else f"{name}, run {run.replace('/', ' of ')}", total)
 
-    pipe.progress_bar = progress_bar
-    try:
-        yield
-    finally:
-        del pipe.progress_bar
+    return replaced(pipe, "progress_bar", progress_bar)
 
 
 class _Steps:
