@@ -33,6 +33,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def spelled(name: str) -> str:
+    """Return an option as the shell has it, by its name in the arguments."""
+    return f"--{name.replace('_', '-')}"
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage in front of it."""
 

@@ -16,6 +16,7 @@ from ..amounts import parse_amount
 from ..config import PRESETS, Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
 from ..recipes import RCM_STEPS, RECIPES
 from ..wording import with_article
+from .arguments import spelled
 from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
 from .quiet_imports import quiet_imports
@@ -84,7 +85,7 @@ def _check_planned(arguments: argparse.Namespace) -> None:
     given = {name: getattr(arguments, name) for name in ("vram", "text_encoder", "preset", "height", "width", "frames")}
     first = next((name for name, value in given.items() if value is not None), None)
     if arguments.model is None and first is not None:
-        raise CommandError(f"--{first.replace('_', '-')} is about the memory that a model takes; give --model too.")
+        raise CommandError(f"{spelled(first)} is about the memory that a model takes; give --model too.")
     if arguments.preset is not None:
         _check_preset_name(arguments.preset)
 
@@ -105,10 +106,8 @@ def _check_gpus(arguments: argparse.Namespace) -> None:
 def _check_vae(arguments: argparse.Namespace) -> None:
     for option in ("no_patch", "tiny_vae"):
         if arguments.vae is not None and getattr(arguments, option):
-            raise CommandError(
-                f"--vae {arguments.vae} is about the patched pipeline's own VAE; leave it or "
-                f"--{option.replace('_', '-')} out."
-            )
+            about = f"--vae {arguments.vae} is about the patched pipeline's own VAE"
+            raise CommandError(f"{about}; leave it or {spelled(option)} out.")
 
 
 def check_heads(gpus: int, heads: int | None) -> None:
@@ -199,7 +198,7 @@ def _check_steps(arguments: argparse.Namespace) -> None:
 
 def as_option(error: Exception) -> str:
     """Return a message about an argument, such as "sigma_max=2.0: …", as one about the option."""
-    return re.sub(r"^(steps|sigma_max)=", lambda name: f"--{name[1].replace('_', '-')} ", str(error))
+    return re.sub(r"^(steps|sigma_max)=", lambda name: f"{spelled(name[1])} ", str(error))
 
 
 def _check_sigma_max(arguments: argparse.Namespace) -> None:
@@ -216,7 +215,7 @@ def _check_sigma_max(arguments: argparse.Namespace) -> None:
 
 def _check_guidance(arguments: argparse.Namespace) -> None:
     for name in GUIDANCE:
-        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        value, option = getattr(arguments, name), spelled(name)
         if value is not None and arguments.model is None:
             raise CommandError(f"{option} goes with --model; the embedded model has guidance distilled into it.")
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
@@ -225,7 +224,7 @@ def _check_guidance(arguments: argparse.Namespace) -> None:
 
 def _check_transformers(arguments: argparse.Namespace) -> None:
     for name in TRANSFORMERS:
-        path, option = getattr(arguments, name, None), f"--{name.replace('_', '-')}"
+        path, option = getattr(arguments, name, None), spelled(name)
         if path is not None and arguments.model is None:
             raise CommandError(f"{option} goes with --model, the pipeline that has the rest.")
         if path is not None and not path.exists():
@@ -235,16 +234,15 @@ def _check_transformers(arguments: argparse.Namespace) -> None:
 def _check_options(arguments: argparse.Namespace, config: PatchConfig) -> None:
     """Raise CommandError for an option that --preset's configuration does not have, or for a wrong value."""
     for option, value in config_options(arguments).items():
-        name = f"--{option.replace('_', '-')}"
         if option not in options_of(type(config)):
             raise CommandError(
-                f"{name} is an option of --preset {' and '.join(presets_with(option))}, not of {arguments.preset}; "
-                "leave it out, or choose another preset."
+                f"{spelled(option)} is an option of --preset {' and '.join(presets_with(option))}, not of "
+                f"{arguments.preset}; leave it out, or choose another preset."
             )
         try:
             replace(config, **{option: value})
         except ValueError as error:
-            raise CommandError(f"{name}: {error}") from None
+            raise CommandError(f"{spelled(option)}: {error}") from None
 
 
 def config_options(arguments: argparse.Namespace) -> dict[str, object]:
@@ -295,7 +293,7 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
             takes = RECIPES[recipe].takes
             raise CommandError(f"--steps {arguments.steps}: {recipe} takes {takes} steps.") from None
     for option, (file, scale) in loras.items():
-        _check_lora(f"--{option.replace('_', '-')}", file, scale)
+        _check_lora(spelled(option), file, scale)
 
 
 def _check_lora(option: str, file: str, scale: float) -> None:

@@ -31,6 +31,7 @@ from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler
 from ..shapes import grammar
 from ..wording import counted
+from .arguments import spelled
 from .checks import check_heads, check_pipeline_class, config_options
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
@@ -189,8 +190,7 @@ def _install_on_case(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> 
         return _install(pipe, arguments)
     for option in ("sigma_max", "guidance", "negative_prompt"):
         if getattr(arguments, option) is not None:
-            name = option.replace("_", "-")
-            raise CommandError(f"--{name}: --config {arguments.config} runs without it; leave it out.")
+            raise CommandError(f"{spelled(option)}: --config {arguments.config} runs without it; leave it out.")
     arguments.steps = arguments.steps or RCM_STEPS
     return {}
 

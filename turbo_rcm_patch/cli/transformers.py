@@ -18,6 +18,7 @@ from ..checkpoints.scaled import has_scales
 from ..patching.families import family_named, weights_in
 from ..patching.weights.load import FILE, component_folders, empty_model
 from ..wording import with_article
+from .arguments import spelled
 from .checks import TRANSFORMERS
 from .errors import CommandError
 
@@ -44,12 +45,12 @@ def given_transformers(
             continue
         try:
             folders = component_folders(path)
-            more = next((part or name for part in folders if (components.get(part or name) or [None])[0] is None), None)
+            more = next((part or name for part in folders if _class_in(components, part or name) is None), None)
             if more is not None:
                 raise ValueError(f"{path} replaces the pipeline's {more}, but --model {arguments.model} has none.")
             models |= {part or name: _of_folder(folder, dtype) for part, folder in folders.items()}
         except (ValueError, OSError) as error:
-            raise CommandError(f"{_spelled(option)}: {error}") from error
+            raise CommandError(f"{spelled(option)}: {error}") from error
     return models
 
 
@@ -78,10 +79,10 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
 
     Raises CommandError if the command cannot run such weights, or if only one of two transformers has them.
     """
-    paths = {_spelled(option): getattr(arguments, option, None) for option in TRANSFORMERS}
+    paths = {spelled(option): getattr(arguments, option, None) for option in TRANSFORMERS}
     given = {option: path for option, path in paths.items() if path is not None and path.is_file()}
     pickled = [path for path in given.values() if path.suffix in PICKLED]
-    if pickled and makes_sound((components.get(COMPONENTS[0]) or (None, None))[1]):
+    if pickled and makes_sound(_class_in(components, COMPONENTS[0])):
         if arguments.command != "generate" or arguments.no_patch:
             raise CommandError(
                 f"--transformer {pickled[0]} is pickled, and such files of LTX-2 run patched alone; it goes with "
@@ -98,7 +99,7 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
             f"{holds}, which run patched alone; it goes with generate, without --no-patch. For other commands store it "
             "in 16 bits: turbo-rcm convert FILE FOLDER --preset exact."
         )
-    if len(found) < sum((components.get(name) or [None])[0] is not None for name in COMPONENTS):
+    if len(found) < sum(_class_in(components, name) is not None for name in COMPONENTS):
         raise CommandError(f"{holds}, but the pipeline has two transformers; give such a file for the other one too.")
     return list(found.values())
 
@@ -109,9 +110,10 @@ def makes_sound(class_name: object) -> bool:
     return family is not None and any(pipeline.has_sound for pipeline in family.pipelines)
 
 
-def _spelled(option: str) -> str:
-    """Return an option as it is given in the shell."""
-    return f"--{option.replace('_', '-')}"
+def _class_in(components: Mapping[str, object], name: str) -> object:
+    """Return the name of a component's class, or None if the pipeline has no such component."""
+    _, class_name = components.get(name) or (None, None)
+    return class_name
 
 
 def _has_scales(option: str, path: Path) -> bool:
@@ -133,8 +135,8 @@ def _of_file(
     path: Path, pipeline: str, name: str, components: Mapping[str, object], dtype: torch.dtype, *, empty: bool
 ) -> nn.Module:
     """Return the transformer of a file. empty: True to leave its parameters on the meta device."""
-    _, class_name = components.get(name) or (None, None)
-    family, option = family_named(class_name), _spelled(name)
+    class_name, option = _class_in(components, name), spelled(name)
+    family = family_named(class_name)
     if family is None:
         found = "has none" if class_name is None else f"has {with_article(class_name)}"
         raise CommandError(f"{option} {path} replaces the pipeline's {name}, but --model {pipeline} {found}.")
