@@ -41,7 +41,6 @@ from .ops import WithoutGraph, take_turns
 from .oracle import (
     CheckedSteps,
     Output,
-    device_of,
     first_call,
     run_block_oracle,
     run_unpatched,
@@ -49,7 +48,7 @@ from .oracle import (
     trace_in_fp32,
     weights_with,
 )
-from .parts import dtype_of, sub_layer_errors
+from .parts import hidden_states_of, in_dtype, sub_layer_errors
 from .verify import check_outputs, named_blocks
 
 BLOCK, STEP = "block", "step"
@@ -313,11 +312,7 @@ def _replace_output(block: nn.Module, replacement: Replacement):
 
 def _rounded_oracle(block: nn.Module, args: tuple, kwargs: dict) -> Output:
     """Return the output of a block's oracle in the dtype of its hidden states."""
-    dtype = dtype_of(args, kwargs)
-    output = run_block_oracle(block, args, kwargs)
-    if isinstance(output, torch.Tensor):
-        return output.to(dtype)
-    return tuple(one if one is None else one.to(dtype) for one in output)
+    return in_dtype(run_block_oracle(block, args, kwargs), hidden_states_of(args, kwargs).dtype)
 
 
 class _Search:
@@ -455,14 +450,17 @@ class _Search:
         block = named_blocks(self._pipe)[where]
         call = next(call for call in self._calls if call.name == where.partition(".")[0])
         args, kwargs = first_call(block, call.run)
-        device = device_of(args, kwargs)
+        device = hidden_states_of(args, kwargs).device
         if device.type != "cuda":
             return None
         run = WithoutGraph(lambda: forward_below_hooks(block)(*args, **kwargs))
-        times = []
+
+        def time() -> float:
+            return statistics.median(take_turns({name: run}, device, ROUNDS)[name])
+
         with weights_with(block, args, kwargs):
-            for change in (lambda: None, lambda: self.come_back([name])):
-                change()
-                times.append(statistics.median(take_turns({name: run}, device, ROUNDS)[name]))
+            left = time()
+            self.come_back([name])
+            in_8_bits = time()
             self.leave([name])
-        return times[0] - times[1]
+        return left - in_8_bits

@@ -15,7 +15,7 @@ from ..patching.weights.linear_8bit import QuantizedLinear
 from ..patching.weights.quantize_linears import is_quantized
 from ..tiers import is_low_precision
 from .coding import without_tf32
-from .parts import Trace, dtype_of, trace_of, upcast
+from .parts import Trace, hidden_states_of, in_dtype, trace_of
 from .sparse import by_reference, sparse_self_attention
 
 _PACKED_LINEAR = "GGUFLinear"  # diffusers' linear for GGUF files. Its weight is a tensor of bytes.
@@ -69,8 +69,8 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dic
 
 def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
     """Return the block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
-    oracle = class_copy(block).to(device_of(args, kwargs), dtype)
-    args, kwargs = upcast(args, dtype), upcast(kwargs, dtype)
+    oracle = class_copy(block).to(hidden_states_of(args, kwargs).device, dtype)
+    args, kwargs = in_dtype(args, dtype), in_dtype(kwargs, dtype)
     with without_tf32(), torch.no_grad(), _WidenedFloat(dtype):
         return type(oracle).forward(oracle, *args, **kwargs)
 
@@ -132,7 +132,7 @@ def weights_with(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) ->
 
     At its end they go back. So do those that took the place of others meanwhile.
     """
-    device = device_of(args, kwargs)
+    device = hidden_states_of(args, kwargs).device
     if "_diffusers_hook" in vars(block) and device.type == "cuda":
         torch.cuda.synchronize(device)  # group offloading may be copying them on another stream
     before = [*block.parameters(), *block.buffers()]
@@ -150,18 +150,14 @@ def weights_with(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) ->
                 tensor.data = tensor.data.to(moved[0][1].device)
 
 
-def device_of(args: tuple, kwargs: Mapping[str, object]) -> torch.device:
-    return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-
-
 def trace_in_fp32(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Trace:
     """Return a run of the block without the patch, in fp32 on the device of its inputs."""
-    return trace_of(class_copy(block).to(device_of(args, kwargs), torch.float32), args, kwargs)
+    return trace_of(class_copy(block).to(hidden_states_of(args, kwargs).device, torch.float32), args, kwargs)
 
 
 def run_block_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Output:
     """Return `run_oracle` in fp32, or in fp64 for hidden states in fp32."""
-    low = is_low_precision(dtype_of(args, kwargs))
+    low = is_low_precision(hidden_states_of(args, kwargs).dtype)
     return run_oracle(block, args, kwargs, torch.float32 if low else torch.float64)
 
 

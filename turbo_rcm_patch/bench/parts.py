@@ -52,7 +52,7 @@ def part_errors(block: nn.Module, trace: Trace, args: tuple, kwargs: Mapping[str
     if blocks is None or plan is None:
         return {}
     with torch.no_grad():
-        dtype = dtype_of(args, kwargs)
+        dtype = hidden_states_of(args, kwargs).dtype
         return {
             **sub_layer_errors(block, trace, args, kwargs),
             **dict(_linear_errors(block, trace, dtype)),
@@ -73,7 +73,7 @@ def sub_layer_errors(block: nn.Module, trace: Trace, args: tuple, kwargs: Mappin
 
 def trace_of(oracle: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Trace:
     """Run an oracle in fp32 and return the inputs and outputs of its modules."""
-    arguments = upcast(args, torch.float32), upcast(kwargs, torch.float32)
+    arguments = in_dtype(args, torch.float32), in_dtype(kwargs, torch.float32)
     trace = Trace(oracle, arguments, {}, {})
 
     def keep(name: str):
@@ -95,20 +95,20 @@ def trace_of(oracle: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Tr
     return trace
 
 
-def upcast(value: object, dtype: torch.dtype) -> object:
-    """Return the floating-point tensors in arguments in another dtype, and all else as it is."""
+def in_dtype(value: object, dtype: torch.dtype) -> object:
+    """Return the floating-point tensors in arguments or an output in a dtype, and all else as it is."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {name: upcast(item, dtype) for name, item in value.items()}
+        return {name: in_dtype(item, dtype) for name, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(upcast(item, dtype) for item in value)
+        return type(value)(in_dtype(item, dtype) for item in value)
     return value
 
 
-def dtype_of(args: tuple, kwargs: Mapping[str, object]) -> torch.dtype:
-    """Return the dtype of the hidden states, which are the first tensor that a block gets."""
-    return next(value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+def hidden_states_of(args: tuple, kwargs: Mapping[str, object]) -> torch.Tensor:
+    """Return the first tensor that a block gets."""
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterator[tuple[str, float]]:

@@ -20,7 +20,7 @@ from .coding import coded, coding_oracle, inputs_of, refuse_tiny_vae, without_tf
 from .kept_blocks import KeptShare, kept_share_of
 from .metrics import relative_l2
 from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32, weights_with
-from .parts import CHOICE, SUB_LAYERS, dtype_of, part_errors, self_attention_inputs
+from .parts import CHOICE, SUB_LAYERS, hidden_states_of, part_errors, self_attention_inputs
 from .sparse import best_choice, sparse_self_attention
 
 CODING = ("encode", "decode")  # the VAE's methods, each checked like a block, but once
@@ -201,7 +201,7 @@ def verify(
             attn.processor.block_map = best_choice(attn.processor, q, k)
 
     def check_parts(name: str, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        trace, dtype = trace_in_fp32(block, args, kwargs), dtype_of(args, kwargs)
+        trace, dtype = trace_in_fp32(block, args, kwargs), hidden_states_of(args, kwargs).dtype
         for part, error in part_errors(block, trace, args, kwargs).items():
             parts.append(PartCheck(name, steps.now, part, error, _allowed(part, dtype, limits)))
         if (share := kept_share_of(block, trace)) is not None:
