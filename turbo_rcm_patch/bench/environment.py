@@ -64,22 +64,20 @@ def _describe_gpu(device: torch.device) -> dict[str, object]:
         "gpu": properties.name,
         "capability": f"sm_{properties.major}{properties.minor}",
         "gpu_memory": properties.total_memory,
-        "driver": _driver_version(),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
     }
 
 
 def _commit(root: Path) -> str | None:
-    if shutil.which("git") is None or not (root / ".git").exists():
+    if not (root / ".git").exists():
         return None
-    query = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    return answer.stdout.strip() if answer.returncode == 0 else None
+    return _first_line("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
 
 
-def _driver_version() -> str | None:
-    if shutil.which("nvidia-smi") is None:
+def _first_line(*command: str) -> str | None:
+    """Return the first line that a program prints, or None if it is not there or fails."""
+    if shutil.which(command[0]) is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     return answer.stdout.split("\n")[0].strip() if answer.returncode == 0 else None
