@@ -77,13 +77,9 @@ class Change:
     @classmethod
     def between(cls, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> Change:
         """Return the change from (right, asked) of the same videos in both runs."""
-        asked = sum(count for _, count in after)
-        differences = [ours - theirs for (ours, _), (theirs, _) in zip(after, before, strict=True)]
-        share = sum(differences) / asked
-        if len(differences) < 2:
-            return cls(share, None)
-        squares = sum((d - share * count) ** 2 for d, (_, count) in zip(differences, after, strict=True))
-        return cls(share, math.sqrt(squares * len(after) / (len(after) - 1)) / asked)
+        pairs = zip(before, after, strict=True)
+        more = Accuracy.of_videos([(ours - theirs, asked) for (theirs, _), (ours, asked) in pairs])
+        return cls(more.share, more.standard_error)
 
 
 @dataclass(frozen=True)
