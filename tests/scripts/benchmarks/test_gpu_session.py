@@ -92,24 +92,19 @@ def test_together_steps_run_at_the_same_time_on_gpus_of_their_own(tmp_path, monk
     assert sorted(c.read_text().split(",")) == ["4", "5", "6"]
 
 
-def test_one_step_after_the_other_sees_all_gpus(tmp_path, monkeypatch, gpu):
+def test_one_step_after_the_other_sees_all_gpus_and_one_that_is_cut_off_keeps_its_figures(
+    tmp_path, monkeypatch, capsys, gpu
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     a, b = (tmp_path / name for name in "ab")
-    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {})
-    monkeypatch.setattr(gpu_session, "CHECKS", {"a": waits_for(a, a), "b": waits_for(b, a)})
-    assert session(tmp_path, "b", "a", options=["--seconds", "3"]) == 1  # b waits for a, which does not begin
-    assert b.read_text() == "4,5"
-    assert not a.exists()
-
-
-def test_a_step_that_is_cut_off_keeps_its_figures(tmp_path, monkeypatch, capsys, gpu):
-    program = (
-        "import sys, time; open(sys.argv[sys.argv.index('--json') + 1], 'w').write('{\"exact\": {}}'); time.sleep(99)"
-    )
-    command = ("-c", program, "--preset", "exact", "sparse")
+    _, waits = waits_for(a, b)  # which does not begin
+    program = f"import sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write('{{\"exact\": {{}}}}')\n{waits}"
     monkeypatch.setattr(gpu_session, "CHECKS", {})
-    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"a": command, "b": writes("{}")})
-    assert session(tmp_path, "a", "b", options=["--seconds", "3"]) == 1
+    steps = {"a": ("-c", program, "--preset", "exact", "sparse"), "b": waits_for(b, a)}
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", steps)
+    assert session(tmp_path, *steps, options=["--seconds", "3"]) == 1
+    assert a.read_text() == "4,5"
+    assert not b.exists()
     printed = capsys.readouterr().out
     assert "a     cut off" in printed
     assert "Time was up before these began: b" in printed
