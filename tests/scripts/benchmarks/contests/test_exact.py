@@ -1,13 +1,12 @@
 """The contests of the exact tier and of convolutions, at small sizes: every contender computes the same."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
 
 from scripts.benchmarks.contests import conv, exact
-from tests.bench.contests import eager
+from tests.bench.contests import eager, errors_beside_another_row
 from turbo_rcm_patch.bench import ops_conv, ops_exact
 from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, OpKey, measure_copy_bandwidth, measure_errors, run_case
 from turbo_rcm_patch.bench.ops_conv import EAGER
@@ -39,13 +38,7 @@ def test_all_contenders_are_right_to_bf16(name):
     errors = measure_errors(contest)
     assert set(errors) == {*contest.ours, *contest.rivals}
     assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_the_oracle_tells_the_rows_apart(name):
-    contest = SMALL[name](CPU, eager)
-    shifted = replace(contest, oracle=lambda rows: contest.oracle((rows + 1) % contest.tokens))
-    assert min(measure_errors(shifted).values()) > 0.1
+    assert min(errors_beside_another_row(contest)) > 0.1
 
 
 def test_a_folded_gate_differs_by_the_bias_alone():
