@@ -364,6 +364,18 @@ def on_cpu(monkeypatch, modules, programs, seed=0, **names):
         yield machine
 
 
+def run_launches(monkeypatch, module, launch, modules, programs, seed=0, **names):
+    """Call a launcher of a module, and run what it launches on the CPU. The other arguments are those of `on_cpu`."""
+    launched = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "launch_kernel", lambda *given, **options: launched.append((given, options)))
+        launch()
+    for (kernel, _, *arguments), options in launched:
+        options.pop("num_warps")
+        with on_cpu(monkeypatch, modules, programs, seed, **names) as machine:
+            run(machine, kernel.fn, *map(argument, arguments), **options)
+
+
 def run(machine, kernel, *arguments, **constants):
     """Run every program of a kernel, one after the other."""
     for program in range(machine.programs):

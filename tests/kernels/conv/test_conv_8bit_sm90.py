@@ -1,19 +1,17 @@
 """The Gluon convolution in 8 bits: its steps and hand-overs on the CPU, and on a GPU of sm_90 against the reference."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.kernels import gluon_on_cpu
 from tests.kernels.conv.test_conv_8bit import operands
+from tests.kernels.conv.test_conv_sm90 import MODULES
 from tests.oracle import relative_error
 from turbo_rcm_patch.kernels.choice.registry import GLUON
-from turbo_rcm_patch.kernels.conv import conv_sm90, conv_tiles
+from turbo_rcm_patch.kernels.conv import conv_sm90
 from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT, convolve_reference
-from turbo_rcm_patch.kernels.linear import gemm_portable as gemm
-from turbo_rcm_patch.kernels.linear import gemm_sm90_kernel
-
-conv_sm90_kernel = pytest.importorskip("turbo_rcm_patch.kernels.conv.conv_sm90_kernel")
-MODULES = (conv_sm90_kernel, gemm_sm90_kernel, gemm, conv_tiles)
 
 # B, T, H, W, C, N, kt: the depths of both VAEs, with and without a rest, and two launches for 256 columns.
 SIZES = {
@@ -29,14 +27,9 @@ SIZES = {
 def test_every_step_and_tile(name, programs, monkeypatch):
     x, combined, values, _, residual, front = operands(*SIZES[name], dtype=torch.float16)[0]
     factor, offset = combined
-    out, launched = torch.full_like(residual, torch.nan), []
-    with monkeypatch.context() as patch:
-        patch.setattr(conv_sm90, "launch_kernel", lambda *given, **options: launched.append((given, options)))
-        conv_sm90.launch(x, front, values, offset, residual, out, False, 1, factor)
-    for (kernel, _, *given), options in launched:
-        options.pop("num_warps")
-        with gluon_on_cpu.on_cpu(monkeypatch, MODULES, programs, 0) as machine:
-            gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, given), **options)
+    out = torch.full_like(residual, torch.nan)
+    launch = partial(conv_sm90.launch, x, front, values, offset, residual, out, False, 1, factor)
+    gluon_on_cpu.run_launches(monkeypatch, conv_sm90, launch, MODULES, programs)
     wide = convolve_reference(x, combined, values, torch.float64, residual, front)
     assert relative_error(out, wide) <= torch.finfo(torch.float16).eps
 

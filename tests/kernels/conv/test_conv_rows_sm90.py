@@ -1,5 +1,6 @@
 """The convolution that loads rows once: its hand-overs on the CPU, and on a GPU of sm_90 against the oracle."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -31,14 +32,9 @@ def on_cpu(monkeypatch):
 
     def run(tensors, programs, seed=0, has_front=True, **names):
         out = torch.full_like(reference.conv_skip(*tensors, None, False, 1), torch.nan)
-        launched = []
-        with monkeypatch.context() as patch:
-            patch.setattr(conv_rows_sm90, "launch_kernel", lambda *given, **options: launched.append((given, options)))
-            conv_rows_sm90.launch(*arguments(tensors, has_front), out, False, 1)
-        (kernel, _, *given), options = launched[0]
-        options.pop("num_warps")
-        with gluon_on_cpu.on_cpu(monkeypatch, (kernel_module, *MODULES), programs, seed, **names) as machine:
-            gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, given), **options)
+        launch = partial(conv_rows_sm90.launch, *arguments(tensors, has_front), out, False, 1)
+        modules = kernel_module, *MODULES
+        gluon_on_cpu.run_launches(monkeypatch, conv_rows_sm90, launch, modules, programs, seed, **names)
         return out
 
     return run

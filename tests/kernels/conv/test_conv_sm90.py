@@ -1,6 +1,7 @@
 """The Gluon convolution: its tiles, steps and hand-overs on the CPU, and on a GPU of sm_90 against the oracle."""
 
 import types
+from functools import partial
 from itertools import cycle, product
 
 import pytest
@@ -72,14 +73,8 @@ def on_cpu(monkeypatch):
         without_values = [None if tensor is None else tensor.to("meta") for tensor in tensors]
         shape = reference.conv_skip(*without_values, None, upsample, interleave).shape
         out = torch.full(shape, torch.nan, dtype=tensors[0].dtype)
-        launched = []
-        with monkeypatch.context() as patch:
-            patch.setattr(conv_sm90, "launch_kernel", lambda *given, **options: launched.append((given, options)))
-            conv_sm90.launch(*arguments(tensors, has_front), out, upsample, interleave)
-        for (kernel, _, *given), options in launched:
-            options.pop("num_warps")
-            with gluon_on_cpu.on_cpu(monkeypatch, MODULES, programs, seed, **names) as machine:
-                gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, given), **options)
+        launch = partial(conv_sm90.launch, *arguments(tensors, has_front), out, upsample, interleave)
+        gluon_on_cpu.run_launches(monkeypatch, conv_sm90, launch, MODULES, programs, seed, **names)
         return out
 
     return run

@@ -1,6 +1,7 @@
 """The GEMM of sm_90 with its roles in threads on the CPU, above all its hand-overs."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -28,14 +29,8 @@ def on_cpu(monkeypatch):
     """Runs a launcher of gemm_sm90 with its kernel on the CPU, as a number of programs."""
 
     def run(launcher, *given, programs, seed=0, **options):
-        launched = []
-        with monkeypatch.context() as patch:
-            patch.setattr(gemm_sm90, "launch_kernel", lambda *given, **options: launched.append((given, options)))
-            launcher(*given, **options)
-        ((kernel, _, *arguments), constants) = launched[0]
-        constants.pop("num_warps")
-        with gluon_on_cpu.on_cpu(monkeypatch, [kernel_module, epilogue, gemm], programs, seed, **NAMES) as machine:
-            gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, arguments), **constants)
+        launch, modules = partial(launcher, *given, **options), (kernel_module, epilogue, gemm)
+        gluon_on_cpu.run_launches(monkeypatch, gemm_sm90, launch, modules, programs, seed, **NAMES)
 
     return run
 

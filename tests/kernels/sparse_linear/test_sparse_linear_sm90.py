@@ -1,5 +1,6 @@
 """The sm_90 sparse-linear attention: its refusals, its roles in threads on the CPU, and its results on the GPU."""
 
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -94,14 +95,9 @@ def on_cpu(monkeypatch):
     """Runs the launcher with its kernel on the CPU, as a number of programs."""
 
     def run(*given, programs, seed):
-        launched = []
-        with monkeypatch.context() as patch:
-            patch.setattr(sm90, "launch_kernel", lambda *given, **options: launched.append(given))
-            sm90.sparse_attention_forward(*given)
-        ((kernel, _, *arguments),) = launched
-        modules = [kernel_module, softmax_module, shared_module]
-        with gluon_on_cpu.on_cpu(monkeypatch, modules, programs, seed, opaque=lambda x: x) as machine:
-            gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, arguments))
+        launch = partial(sm90.sparse_attention_forward, *given)
+        modules = kernel_module, softmax_module, shared_module
+        gluon_on_cpu.run_launches(monkeypatch, sm90, launch, modules, programs, seed, opaque=lambda x: x)
 
     return run
 
