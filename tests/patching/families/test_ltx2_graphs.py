@@ -1,13 +1,11 @@
 """LTX-2 as a CUDA graph: a replay gives both streams of an eager forward now. Calls without a graph have a reason."""
 
-import dataclasses
-
 import pytest
 import torch
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
-from tests.patching.tape import AUTO, graphs_of, note, replays
+from tests.patching.tape import AUTO, assert_eager, assert_same, graphs_of, note, patched_pair, replays, warm
 from tests.tiny_families import AUDIO_TOKENS, BATCH, FRAMES, HEIGHT, WIDTH, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import moved
 from turbo_rcm_patch.patching.families import CASES
@@ -18,10 +16,7 @@ HIDES_SOME = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
 
 def make_models(family="ltx2", config=AUTO):
     """The same model twice, patched with graphs and without."""
-    pair = [tiny_family_transformer(family, layers=1) for _ in range(2)]
-    trp.patch(pair[0], config)
-    trp.patch(pair[1], dataclasses.replace(config, cuda_graph="off"))
-    return pair
+    return patched_pair([tiny_family_transformer(family, layers=1) for _ in range(2)], config)
 
 
 def inputs_for(family, model, **more):
@@ -30,22 +25,6 @@ def inputs_for(family, model, **more):
         "audio_coords": model.audio_rope.prepare_audio_coords(BATCH, AUDIO_TOKENS, model.device),
     }
     return {**tiny_family_inputs(family, model), **coords, **more}
-
-
-def assert_same(pair, inputs):
-    with torch.no_grad():
-        ours, theirs = (model(**inputs) for model in pair)
-    assert len(ours) == len(theirs) == 2
-    for x, y in zip(ours, theirs, strict=True):
-        assert not y.isnan().any()
-        assert torch.equal(x, y)
-    return ours
-
-
-def warm(pair, inputs):
-    for _ in range(3):
-        assert_same(pair, inputs)
-    assert replays(pair[0]) > 0
 
 
 @pytest.mark.parametrize(
@@ -112,9 +91,7 @@ def test_calls_that_a_graph_cannot_have(tape, more, reason):
     pair = make_models("ltx2.3")
     inputs = inputs_for("ltx2.3", pair[0])
     warm(pair, inputs)
-    before = replays(pair[0])
-    assert_same(pair, {**inputs, **more})
-    assert replays(pair[0]) == before
+    assert_eager(pair, {**inputs, **more}, reason)
     assert graphs_of(pair[0]).eager[reason] == 1
 
 
@@ -192,11 +169,8 @@ def test_memory_comes_back(tape):
 @pytest.mark.parametrize("config", [trp.Exact(cuda_graph="on"), trp.Quantized(cuda_graph="on")])
 def test_on_a_gpu(config):
     """A step of a pipeline is replayed, and gives what it gives without a graph."""
-    pair = [tiny_family_transformer("ltx2.3", torch.bfloat16).to("cuda") for _ in range(2)]
-    trp.patch(pair[0], config)
-    trp.patch(pair[1], dataclasses.replace(config, cuda_graph="off"))
-    inputs = inputs_for("ltx2.3", pair[0])
-    inputs = moved(inputs, "cuda")
+    pair = patched_pair([tiny_family_transformer("ltx2.3", torch.bfloat16).to("cuda") for _ in range(2)], config)
+    inputs = moved(inputs_for("ltx2.3", pair[0]), "cuda")
     for _ in range(4):
         assert_same(pair, inputs)
     assert replays(pair[0]) == 3
