@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import turbo_rcm_patch as trp
@@ -15,6 +14,7 @@ from tests.oracle import assert_no_worse, relative_error
 from tests.patching.families.peak import as_on_a_gpu
 from tests.patching.families.test_vae_decoder import WELL_CONDITIONED
 from tests.patching.families.test_vae_memory import real
+from tests.patching.steps.test_context_parallel import parallelize
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
@@ -114,8 +114,7 @@ def on_cpu(rank):
     torch.accelerator.device_count = lambda: 1  # enable_parallelism divides by it
     pipe = tiny_wan_pipeline()
     patch = trp.patch(pipe)
-    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
-    pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=RANKS, mesh=mesh))
+    parallelize(pipe.transformer)
     sent, widths, results = [], [], {}
     with frames_sent_to(lambda part: sent.append(part.clone()), pipe.vae), widths_of_parts(widths):
         results["video"] = generate(pipe)
@@ -188,8 +187,7 @@ def test_after_the_process_group_ended_a_process_decodes_alone(monkeypatch):
     patch = trp.patch(pipe)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
-        pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=RANKS, mesh=mesh))
+        parallelize(pipe.transformer)
         assert "decodes a strip" in patch.summary()
     finally:
         dist.destroy_process_group()
