@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,8 @@ from ..kernels.linear.linear_gelu import LINEAR_GELU, LINEAR_GELU_QUANTIZED
 from ..kernels.linear.linear_qkv import LINEAR_QKV
 from ..kernels.linear.linear_skip import LINEAR_SKIP
 from ..kernels.sparse_linear.sparse_linear_attention import SPARSE_LINEAR_ATTENTION
-from .ops import Contender, Contest
+from ..tiers import EXACT, Tier
+from .ops import Contender, Contest, OpCase, op_case
 
 # The lists of kernels that an op's contest picks from, by the op's name in the rows of tune.
 LISTS: dict[str, tuple[Op, ...]] = {
@@ -41,8 +42,15 @@ def kernels_by_tune(op: str) -> list[tuple[Op, Kernel]]:
     return [(one, kernel) for one in LISTS[op] for kernel in one.kernels if kernel.by_tune]
 
 
-def with_trials(op: str, contest: Contest) -> Contest:
-    """Return a contest with those kernels that can run as further alternatives."""
+def case_with_trials(
+    contest: Callable[..., Contest], *sizes: int, tier: Tier = EXACT, change: Callable[[Contest], Contest]
+) -> OpCase:
+    """Return the case of a changed contest at some sizes, with those kernels that can run as further alternatives."""
+    case = op_case(contest, *sizes, tier=tier, targets={})
+    return replace(case, build=lambda *arguments: _with_trials(case.key.op, change(case.build(*arguments))))
+
+
+def _with_trials(op: str, contest: Contest) -> Contest:
     (ours,) = contest.ours.values()
     trials = ((kernel.name, functools.partial(_trying, one, kernel, ours)) for one, kernel in kernels_by_tune(op))
     return replace(contest, alternatives=contest.alternatives | {name: run for name, run in trials if can_run(run)})

@@ -39,6 +39,7 @@ FALLBACKS = {
     "linear_qkv": LINEAR,
     "conv_skip": CONVOLUTION,
 }  # what the patch runs in place of our kernels
+NO_RESULT = {"best": None, "timings": {}}  # of a case that failed
 SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH}  # contenders; math is never faster
 
 
@@ -112,7 +113,9 @@ def cases(shapes: Shapes) -> Iterator[OpCase]:
         "linear_qkv": ops_exact.linear_qkv,
         "conv_skip": ops_conv.conv_skip,
     }
-    yield from (_case(contests[key.op], *key.shape) for key in shapes.ops)
+    for op, sizes in shapes.ops:
+        against_fallback = functools.partial(_against_fallback, FALLBACKS[op])
+        yield trials.case_with_trials(contests[op], *sizes, change=against_fallback)
     yield from tune_tiers.tier_cases(shapes.ops)
 
 
@@ -134,15 +137,8 @@ def _in_backend(name: str, attend: Contender) -> torch.Tensor:
         return attend()
 
 
-def _case(contest: Callable[..., Contest], *sizes: int) -> OpCase:
-    case = ops.op_case(contest, *sizes, targets={})
-    return replace(case, build=functools.partial(_against_fallback, contest.__name__, case.build))
-
-
-def _against_fallback(op: str, build: Callable[..., Contest], *arguments: object) -> Contest:
-    contest = build(*arguments)
-    contest = replace(contest, rivals={FALLBACKS[op]: contest.fallback}, partial={})
-    return trials.with_trials(op, contest)
+def _against_fallback(name: str, contest: Contest) -> Contest:
+    return replace(contest, rivals={name: contest.fallback}, partial={})
 
 
 def measure(case: OpCase, device: torch.device) -> OpResult:
@@ -165,12 +161,16 @@ def rows_of(
     for case in cases:
         try:
             result = asdict(measure(case))
-            rows.append(row_of(case.key, result) if case.tier == EXACT else _tier_row_of(case.key, result, rows))
+            if case.tier == EXACT:
+                rows.append(row_of(case.key, result))
+            else:
+                exact = tune_tiers.exact_milliseconds(case.key, result["timings"], rows)
+                rows.append(_row(case.key, result, exact, tune_tiers.EXACT))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # Triton raises many kinds for a GPU that it does not know
             report(f"{case.name}: {type(error).__name__}: {error}")
-            rows.append(_row(case.key, None, None, FALLBACKS.get(case.key.op, tune_tiers.EXACT)))
+            rows.append(_row(case.key, NO_RESULT, None, FALLBACKS.get(case.key.op, tune_tiers.EXACT)))
     return rows
 
 
@@ -185,24 +185,15 @@ def row_of(key: OpKey, result: dict) -> dict:
     whole = {name: t for name, t in others.items() if None not in (t["error"], t["milliseconds"])}
     rivals = {name: timing["milliseconds"] for name, timing in whole.items()}
     rival = min(rivals, key=rivals.get)
-    ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
-    row = _row(key, ours, rivals[rival], rival, timings)
+    row = _row(key, result, rivals[rival], rival)
     is_worthwhile = rival in SDPA_BACKENDS and rivals[SDPA] > WORTHWHILE * rivals[rival]
     return {**row, "sdpa": SDPA_BACKENDS[rival]} if is_worthwhile else row
 
 
-def _tier_row_of(key: OpKey, result: dict, rows: Sequence[dict]) -> dict:
-    """Return the row of a tier's op, timed against the exact tier by the earlier rows."""
+def _row(key: OpKey, result: dict, rival: float | None, rival_name: str) -> dict:
     timings = result["timings"]
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
-    exact = tune_tiers.exact_milliseconds(key, timings, rows)
-    return _row(key, ours, exact, tune_tiers.EXACT, timings)
-
-
-def _row(
-    key: OpKey, ours: float | None, rival: float | None, rival_name: str, timings: Mapping[str, dict] | None = None
-) -> dict:
     times = {"ours": ours and round(ours, 4), "rival": rival and round(rival, 4)}
     row = {"op": key.op, "dtype": "bfloat16", "shape": list(key.shape), **times, "rival_name": rival_name}
-    kernels = trials.times_of_trials(key.op, timings or {})
+    kernels = trials.times_of_trials(key.op, timings)
     return {**row, "kernels": kernels} if kernels else row

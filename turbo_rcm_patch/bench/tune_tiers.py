@@ -6,7 +6,6 @@ limits. The exact tier's time comes from the rows measured before.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,10 +14,10 @@ import torch
 
 from ..kernels import FP8, HEAD_DIMS_8BIT
 from ..patching.weights.quantize_linears import capability_of, format_for
-from ..tiers import BLOCK_SPARSE, QUANTIZED, SPARSE, Tier
+from ..tiers import BLOCK_SPARSE, QUANTIZED, SPARSE
 from . import ops_exact, ops_quantized, ops_sparse
-from .ops import Contest, OpCase, OpKey, op_case
-from .trials import with_trials
+from .ops import Contest, OpCase, OpKey
+from .trials import case_with_trials
 
 EXACT, NORMS = "exact tier", "norms"
 EXACT_OPS = {
@@ -44,7 +43,7 @@ def tier_cases(ops: Sequence[OpKey]) -> Iterator[OpCase]:
     for contest, tier in contests.items():
         sizes = [sizes for op, shape in ops if (sizes := _sizes_in_tier(contest.__name__, op, shape)) is not None]
         if sizes:
-            yield _case(tier, contest, *max(sizes, key=math.prod))
+            yield case_with_trials(contest, *max(sizes, key=math.prod), tier=tier, change=_without_rivals)
 
 
 def _sizes_in_tier(name: str, op: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -57,15 +56,9 @@ def _sizes_in_tier(name: str, op: str, shape: tuple[int, ...]) -> tuple[int, ...
     return (heads, tokens, head_dim) if keys == tokens and head_dim in HEAD_DIMS_8BIT else None
 
 
-def _case(tier: Tier, contest: Callable[..., Contest], *sizes: int) -> OpCase:
-    case = op_case(contest, *sizes, tier=tier, targets={})
-    return replace(case, build=functools.partial(_without_rivals, contest.__name__, case.build))
-
-
-def _without_rivals(op: str, build: Callable[..., Contest], *arguments: object) -> Contest:
-    contest = build(*arguments)
-    contest = replace(contest, rivals={}, partial={name: run for name, run in contest.partial.items() if name == NORMS})
-    return with_trials(op, contest)
+def _without_rivals(contest: Contest) -> Contest:
+    """Return a contest of ours alone, beside the norms of the exact tier."""
+    return replace(contest, rivals={}, partial={name: run for name, run in contest.partial.items() if name == NORMS})
 
 
 def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
