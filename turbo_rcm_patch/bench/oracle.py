@@ -119,13 +119,6 @@ def _unpacked(block: nn.Module) -> dict[int, nn.Parameter]:
     return {id(weight): nn.Parameter(dequantize_gguf_tensor(weight), requires_grad=False) for weight in packed}
 
 
-def plain_twin(block: nn.Module) -> nn.Module:
-    """Return the block, or a copy of it on its inputs' device where the patch changed more of it than forwards."""
-    if not any(map(is_quantized, block.modules())) and sparse_self_attention(block) is None:
-        return block
-    return class_copy(block).to(next(block.parameters()).device)
-
-
 @contextlib.contextmanager
 def weights_with(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Iterator[None]:
     """A context in which a block's weights are on the device of its inputs, where a hook may have taken them away.
@@ -163,4 +156,6 @@ def run_block_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object]
 
 def run_unpatched(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Output:
     """Return the output of a patched block without the patch."""
-    return type(block).forward(plain_twin(block), *args, **kwargs)
+    if any(map(is_quantized, block.modules())) or sparse_self_attention(block) is not None:
+        block = class_copy(block).to(hidden_states_of(args, kwargs).device)  # more than its forwards is patched
+    return type(block).forward(block, *args, **kwargs)

@@ -41,8 +41,7 @@ class Variants:
 
 def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool) -> Variants:
     """Return the variants on one device; switching off leaves the pipeline as it was."""
-    switches: dict[str, Switch] = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe)}
-    spare_memory = 0
+    switches, spare_memory = _unpatched(pipe, with_compile), 0
     if not isinstance(config, Exact):
         switches[EXACT_PATCH] = lambda: patch(pipe, Exact(cuda_graph=config.cuda_graph))
         if isinstance(config, BlockSparse):
@@ -50,7 +49,7 @@ def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: b
         if with_compile and _has_torchao() and getattr(pipe, "transformer_2", None) is None:
             switches[TORCHAO], spare_memory = _torchao_float8(pipe)
     switches[PATCHED] = lambda: patch(pipe, config)
-    return Variants(_chosen(switches, with_compile), spare_memory)
+    return Variants(switches, spare_memory)
 
 
 def _has_torchao() -> bool:
@@ -108,16 +107,12 @@ def context_parallel(pipe: DiffusionPipeline, config: PatchConfig, with_compile:
     """
     for model in transformers_of(pipe).values():
         model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree))
-    switches = {
-        UNPATCHED: contextlib.nullcontext,
-        COMPILED: _CompiledBlocks(pipe),
-        PATCHED: lambda: patch(pipe, config),
-    }
-    return Variants(_chosen(switches, with_compile))
+    return Variants(_unpatched(pipe, with_compile) | {PATCHED: lambda: patch(pipe, config)})
 
 
-def _chosen(switches: dict[str, Switch], with_compile: bool) -> dict[str, Switch]:
-    return {name: switch for name, switch in switches.items() if with_compile or name != COMPILED}
+def _unpatched(pipe: DiffusionPipeline, with_compile: bool) -> dict[str, Switch]:
+    plain: dict[str, Switch] = {UNPATCHED: contextlib.nullcontext}
+    return plain | {COMPILED: _CompiledBlocks(pipe)} if with_compile else plain
 
 
 class _CompiledBlocks:
