@@ -287,9 +287,9 @@ def test_standard_error_counts_videos_not_questions():
 
 
 def test_accuracy_of_too_little():
-    assert Accuracy.of_videos([(0, 0)] * 3) == Accuracy(0, 0, None)
+    assert Accuracy.of_videos([(0, 0)] * 3) == Accuracy(None, 0, 0, None)
     assert Accuracy.of_videos([]).share is None
-    assert Accuracy.of_videos([(1, 2), (0, 0)]) == Accuracy(1, 2, None)
+    assert Accuracy.of_videos([(1, 2), (0, 0)]) == Accuracy(0.5, 1, 2, None)
 
 
 def test_a_change_is_of_the_same_videos():

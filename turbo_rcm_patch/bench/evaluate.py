@@ -35,33 +35,31 @@ Scores = dict[str, tuple[int, int]]  # right and asked, per attribute
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The number of right answers, and of questions asked.
+    """The number of right answers, of questions asked, and the share right / asked, or None if nothing was asked.
 
     standard_error: the share's, with videos as the samples, because a video's answers depend on one another. None for
     fewer than two videos.
     """
 
+    share: float | None
     right: int
     asked: int
     standard_error: float | None
-
-    @property
-    def share(self) -> float | None:
-        """The share right / asked, or None if nothing was asked."""
-        return self.right / self.asked if self.asked else None
 
     @classmethod
     def of_videos(cls, counts: Sequence[tuple[int, int]]) -> Accuracy:
         """Return the accuracy from (right, asked) of every video, by the ratio estimator of cluster sampling."""
         counts = [(right, asked) for right, asked in counts if asked]
         right, asked = (sum(column) for column in zip((0, 0), *counts, strict=True))
+        share = right / asked if asked else None
         if len(counts) < 2:
-            return cls(right, asked, None)
-        squares = sum((r - right / asked * a) ** 2 for r, a in counts)
-        return cls(right, asked, math.sqrt(squares * len(counts) / (len(counts) - 1)) / asked)
+            return cls(share, right, asked, None)
+        squares = sum((r - share * a) ** 2 for r, a in counts)
+        return cls(share, right, asked, math.sqrt(squares * len(counts) / (len(counts) - 1)) / asked)
 
     def to_dict(self) -> dict[str, object]:
-        return {"share": self.share, **asdict(self)}
+        """Return a dictionary for ``json.dump``."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, object]:
         """Return a dictionary for ``json.dump``."""
-        results = [
-            {**asdict(result), "accuracy": {name: value.to_dict() for name, value in result.accuracy.items()}}
-            for result in self.results
-        ]
-        return {"settings": self.settings, "environment": asdict(self.environment), "results": results}
+        return asdict(self)
 
 
 def evaluate(
