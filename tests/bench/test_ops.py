@@ -71,7 +71,6 @@ def test_speed_ups_and_rates_are_of_the_medians():
     assert low <= ours.milliseconds <= high
     assert result.speedups[COMPILED] == pytest.approx(result.timings[COMPILED].milliseconds / ours.milliseconds)
     moved = 2 * 70 * 48 * 2
-    assert result.terabytes_per_second == pytest.approx(moved / ours.milliseconds / 1e9)
     assert result.speedups[COPY] == pytest.approx(moved / 1e9 / (ours.milliseconds / 1e3))
     assert result.teraflops is None
     assert (result.most, result.least, result.targets) == (1.5, 860, {COMPILED: 1e9, COPY: 0.0})

@@ -133,7 +133,6 @@ class OpResult:
     speedups: dict[str, float] = field(default_factory=dict)
     targets: dict[str, float] = field(default_factory=dict)
     teraflops: float | None = None
-    terabytes_per_second: float | None = None
     most: float | None = None
     least: float | None = None
     kept: float | None = None
@@ -183,15 +182,8 @@ def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_ban
     speedups = {name: timings[name].milliseconds / timings[best].milliseconds for name in rivals}
     if COPY in case.targets:
         speedups[COPY] = contest.bytes_moved / copy_bandwidth / seconds
-    return OpResult(
-        case.name,
-        timings,
-        best,
-        speedups,
-        teraflops=contest.flops and contest.flops / seconds / 1e12,
-        terabytes_per_second=contest.bytes_moved and contest.bytes_moved / seconds / 1e12,
-        **asked,
-    )
+    teraflops = contest.flops and contest.flops / seconds / 1e12
+    return OpResult(case.name, timings, best, speedups, teraflops=teraflops, **asked)
 
 
 def measure_errors(contest: Contest) -> dict[str, float]:
