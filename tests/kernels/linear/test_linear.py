@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
+from tests.kernels.linear.test_linear_skip import tiles_of_this_gpu
 from tests.oracle import DTYPES, relative_error, torch_device
 from turbo_rcm_patch.kernels import (
     FP8,
@@ -43,17 +44,7 @@ def test_matches_the_oracle(lead, N, K, format, device):
         check(a, weight, None, dtype)
 
 
-def tiles_of_this_gpu():
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    for format in FORMATS:
-        for descriptors in (True, False):
-            for tiles in gemm.tile_candidates(capability, format, descriptors):
-                yield pytest.param(
-                    format, descriptors, tiles, id=f"{format}-{descriptors}-{tiles.rows}x{tiles.columns}"
-                )
-
-
-@pytest.mark.parametrize(("format", "descriptors", "tiles"), list(tiles_of_this_gpu()))
+@pytest.mark.parametrize(("format", "descriptors", "tiles"), list(tiles_of_this_gpu(*FORMATS)))
 def test_every_tile(format, descriptors, tiles, device, monkeypatch):
     monkeypatch.setattr(gemm, "choose_tiles", lambda *_: tiles)
     if not descriptors:

@@ -231,15 +231,15 @@ def test_8_bits_take_the_reference_under_autograd(device):
 # --- tiles
 
 
-def tiles_of_this_gpu():
+def tiles_of_this_gpu(*dtypes):
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    for dtype in (torch.float32, torch.float16):
+    for dtype in dtypes:
         for descriptors in (True, False):
             for tiles in gemm.tile_candidates(capability, dtype, descriptors):
                 yield pytest.param(dtype, descriptors, tiles, id=f"{dtype}-{descriptors}-{tiles.rows}x{tiles.columns}")
 
 
-@pytest.mark.parametrize(("dtype", "descriptors", "tiles"), list(tiles_of_this_gpu()))
+@pytest.mark.parametrize(("dtype", "descriptors", "tiles"), list(tiles_of_this_gpu(torch.float32, torch.float16)))
 def test_every_tile(dtype, descriptors, tiles, device, monkeypatch):
     monkeypatch.setattr(gemm, "choose_tiles", lambda *_: tiles)
     B, S, C, K = 2, tiles.rows + 2, tiles.columns + 8, tiles.depth + (8 if descriptors else 7)
