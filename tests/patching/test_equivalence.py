@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.patching.launches import around_launches
-from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.patching.tape import inputs_for
+from tests.tiny_wan import moved, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching.steps import layers
 from turbo_rcm_patch.patching.steps.plan import SHARED, Call, active_backend, state_of
 from turbo_rcm_patch.patching.steps.residual import HELD
@@ -34,16 +35,8 @@ VARIANTS = {
 
 def model_and_inputs(variant, device, dtype, **overrides):
     model_options, input_options = VARIANTS[variant]
-    input_options = dict(input_options)
-    per_token = input_options.pop("per_token", False)
     model = tiny_wan_transformer(dtype=dtype, **{**model_options, **overrides})
-    inputs = tiny_transformer_inputs(model, **input_options)
-    if per_token:
-        batch, _, frames, height, width = inputs["hidden_states"].shape
-        tokens = frames * height * width // 4
-        inputs["timestep"] = torch.linspace(0, 999, batch * tokens).reshape(batch, tokens)
-    move = lambda value: value.to(device) if isinstance(value, torch.Tensor) else value  # noqa: E731
-    return model.to(device), {name: move(value) for name, value in inputs.items()}
+    return model.to(device), moved(inputs_for(model, **input_options), device)
 
 
 def captured_block_inputs(model, inputs):
@@ -77,7 +70,7 @@ def test_low_precision_blocks_are_no_further_from_the_oracle(variant, attention,
     block_inputs = captured_block_inputs(model, inputs)
     with torch.no_grad(), trp.patch(model, trp.Exact(attention=attention)):
         for block, args in zip(model.blocks, block_inputs, strict=True):
-            oracle = type(block).forward(fp32_copy(block), *(in_fp32(arg) for arg in args))
+            oracle = oracle_of(block, args)
             assert_no_worse(block(*args), type(block).forward(block, *args), oracle)
 
 
@@ -87,7 +80,7 @@ def test_the_residual_of_a_bf16_block_is_rounded_less_between_its_skips(left_out
     model, inputs = model_and_inputs("t2v", on, torch.bfloat16)
     fuse = [group for group in trp.Exact().fuse if group != left_out]
     args = captured_block_inputs(model, inputs)[0]
-    oracle = type(model.blocks[0]).forward(fp32_copy(model.blocks[0]), *(in_fp32(arg) for arg in args))
+    oracle = oracle_of(model.blocks[0], args)
     outputs = {}
     for residual in ("fp16", "same"):
         with trp.patch(model, trp.Exact(residual=residual, fuse=fuse)) as patch:
@@ -110,7 +103,7 @@ def test_a_large_residual_does_not_overflow(hooked, on):
     x = x.clone()
     x[..., 0] = 7e4
     block = model.blocks[0]
-    oracle = type(block).forward(fp32_copy(block), *(in_fp32(arg) for arg in (x, *rest)))
+    oracle = oracle_of(block, (x, *rest))
     linears = (block.attn1.to_out[0], block.attn2.to_out[0], block.ffn.net[2]) if hooked else ()
     called = []
     for linear in linears:
@@ -144,6 +137,11 @@ def test_forward_mode_derivatives_keep_the_dtype():
         with trp.patch(model, config), torch.no_grad(), plain, fwAD.dual_level():
             outputs[residual] = fwAD.unpack_dual(model.blocks[0](fwAD.make_dual(x, torch.ones_like(x)), *rest))
     assert torch.equal(outputs["fp16"].tangent, outputs["same"].tangent)
+
+
+def oracle_of(block, args):
+    """The result of an unpatched block in fp32."""
+    return type(block).forward(fp32_copy(block), *map(in_fp32, args))
 
 
 def fp32_copy(block):
@@ -325,7 +323,7 @@ def doubled(op, *arguments, **options):
 def test_a_bf16_model_in_the_interpreter_is_refused_with_the_reason():
     """Triton's interpreter computes bf16 wrongly: a model's output would be wrong without a word."""
     model = tiny_wan_transformer().to(torch.bfloat16)
-    inputs = tiny_transformer_inputs(model)
+    inputs = inputs_for(model)
     with torch.no_grad():
         expected = model(**inputs)[0]
         with (

@@ -10,7 +10,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.launches import around_launches
 from tests.patching.pairs import attributes_of, output_of
-from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
+from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp32_copy, model_and_inputs, oracle_of
 from tests.tiny_families import DENSE, FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import moved, tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch import kernels
@@ -50,10 +50,7 @@ def ran(monkeypatch):
 def test_every_block_is_within_the_tiers_limit(variant, dtype):
     model, inputs = model_and_inputs(variant, "cpu", dtype)
     block_inputs = captured_block_inputs(model, inputs)
-    oracles = [
-        type(block).forward(fp32_copy(block), *map(in_fp32, args))
-        for block, args in zip(model.blocks, block_inputs, strict=True)
-    ]
+    oracles = [oracle_of(*pair) for pair in zip(model.blocks, block_inputs, strict=True)]
     with torch.no_grad(), trp.patch(model, "quantized"):
         for block, args, oracle in zip(model.blocks, block_inputs, oracles, strict=True):
             unpatched = type(block).forward(fp32_copy(block).to(dtype), *args)

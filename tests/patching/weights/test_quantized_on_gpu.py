@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.tape import assert_replayed, cuda_inputs, graphs_of, make_models, replays, run, warm
-from tests.patching.test_equivalence import captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
+from tests.patching.test_equivalence import captured_block_inputs, fp32_copy, model_and_inputs, oracle_of
 from tests.patching.weights.test_quantized_summary import JOIN, expected_launches, launched
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.report import verification_table
@@ -44,10 +44,7 @@ def test_every_block_is_within_the_tiers_limit(name, dtype):
     variant, options = BLOCKS[name]
     model, inputs = model_and_inputs(variant, GPU, dtype, **{**SIZES, **options})
     block_inputs = captured_block_inputs(model, inputs)
-    oracles = [
-        type(block).forward(fp32_copy(block), *map(in_fp32, args))
-        for block, args in zip(model.blocks, block_inputs, strict=True)
-    ]
+    oracles = [oracle_of(*pair) for pair in zip(model.blocks, block_inputs, strict=True)]
     with torch.no_grad(), trp.patch(model, "quantized"):
         for block, args, oracle in zip(model.blocks, block_inputs, oracles, strict=True):
             ours = block(*args)
