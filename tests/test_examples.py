@@ -1,7 +1,6 @@
-"""The examples and the benchmark script run as a user runs them."""
+"""The examples run as a user runs them."""
 
 import ast
-import json
 import re
 import runpy
 import sys
@@ -13,7 +12,6 @@ import torch
 from diffusers import WanPipeline
 
 import turbo_rcm_patch
-from scripts.benchmarks import end_to_end
 from tests import lora_files
 from tests.cli.test_ltx2 import sound_in
 from tests.official_ltx2 import ltx2_state_dict
@@ -21,8 +19,6 @@ from tests.official_names import official_state_dict, with_proj_l
 from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import embedded
-from turbo_rcm_patch.bench.cases import build_pipeline
-from turbo_rcm_patch.patching.families import CASES
 
 imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
 
@@ -176,73 +172,6 @@ def test_generate_makes_a_video_of_the_size_that_the_tiny_model_has_learned(run_
     assert tuple(calls[0][name] for name in ("height", "width", "num_frames")) == size
 
 
-def test_benchmark_end_to_end(tmp_path, capsys):
-    json_path = tmp_path / "benchmark.json"
-    options = ["--config", "tiny", "--layers", "1", "--steps", "2", "--repeats", "1", "--decode", "--no-compile"]
-    assert end_to_end.main([*options, "--vae-dtype", "bfloat16", "--json", str(json_path)]) == 0
-    result = json.loads(json_path.read_text())
-    assert (result["settings"]["layers"], result["settings"]["vae_dtype"]) == (1, "bfloat16")
-    assert [variant["name"] for variant in result["variants"]] == ["unpatched", "patched"]
-    assert len(result["variants"][0]["timings"]["steps"]) == 2
-    assert result["variants"][1]["timings"]["vae_decode"] > 0
-    assert result["variants"][1]["timings"]["output"] > 0
-    assert 0 <= result["variants"][1]["latents"]["relative_l2"] < (1e-5 if not torch.cuda.is_available() else 5e-2)
-    printed = capsys.readouterr().out
-    for text in ("patched", "text encoding", "step 2", "VAE decode", "output", "total", "decoder, bfloat16 on"):
-        assert text in printed
-
-
-def test_benchmark_checks_its_presets_first(capsys):
-    for presets, message in (
-        (["exact", "quantised"], "invalid choice: 'quantised'"),
-        (["sparse"], "--mass is of block"),
-    ):
-        with pytest.raises(SystemExit):
-            end_to_end.main(["--mass", "0.5", "--preset", *presets])
-        assert message in capsys.readouterr().err
-
-
-def test_benchmark_with_another_mass_and_a_vae_in_8_bits(tmp_path):
-    json_path = tmp_path / "benchmark.json"
-    options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile"]
-    preset = ("--preset", "block_sparse", "--mass", "0.5")
-    assert end_to_end.main([*options, *preset, "--vae", "8bit", "--json", str(json_path)]) == 0
-    result = json.loads(json_path.read_text())
-    assert (result["settings"]["mass"], result["settings"]["vae"]) == (0.5, "8bit")
-    assert 'vae="8bit": ' in result["patch_summary"]
-
-
 @pytest.mark.parametrize("name", ["lightning", "turbowan", "turbot2av"])
 def test_examples_load_the_vae_in_the_dtype_of_the_kernels(name):
     assert "float32" not in (ROOT / f"examples/{name}.py").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "dim", "layers", "ffn", "channels", "parameters", "spatial"),
-    [
-        ("wan2.1-1.3b", 1536, 30, 8960, 16, 1.42e9, 8),
-        ("wan2.1-14b", 5120, 40, 13824, 16, 14.3e9, 8),
-        ("wan2.2-5b", 3072, 30, 14336, 48, 5.0e9, 16),
-    ],
-)
-def test_real_sizes(name, dim, layers, ffn, channels, parameters, spatial):
-    case = CASES[name]
-    pipe = build_pipeline(case, torch.bfloat16, torch.device("meta"))
-    blocks = pipe.transformer.blocks
-    assert len(blocks) == layers
-    assert blocks[0].attn1.to_q.weight.shape == (dim, dim)
-    assert blocks[0].ffn.net[2].weight.shape == (dim, ffn)
-    assert pipe.transformer.config.in_channels == pipe.vae.config.z_dim == channels
-    assert sum(p.numel() for p in pipe.transformer.parameters()) == pytest.approx(parameters, rel=0.02)
-    assert pipe.vae_scale_factor_spatial == spatial
-    assert pipe.config.expand_timesteps == (name == "wan2.2-5b")
-    assert case.frames % 4 == 1
-    assert case.height % (2 * spatial) == case.width % (2 * spatial) == 0
-    dtypes = {n.split(".")[-2]: p.dtype for n, p in blocks[0].named_parameters() if "." in n}
-    assert (dtypes["to_q"], dtypes["norm2"]) == (torch.bfloat16, torch.float32)
-
-
-def test_the_vae_of_the_5b_case_decodes_to_its_size():
-    vae = build_pipeline(CASES["wan2.2-5b"], torch.bfloat16, torch.device("meta"), layers=1).vae
-    latents = torch.empty(1, 48, 1, 2, 3, dtype=torch.bfloat16, device="meta")
-    assert vae.decode(latents, return_dict=False)[0].shape == (1, 3, 1, 32, 48)

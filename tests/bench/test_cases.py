@@ -148,7 +148,38 @@ def test_two_experts_have_structure_and_share_the_steps():
     assert ran == ["transformer", "transformer", "transformer_2"]  # the third step begins at 0.85, below the boundary
 
 
-def test_the_real_cases_have_the_published_sizes():
+@pytest.mark.parametrize(
+    ("name", "dim", "layers", "ffn", "channels", "parameters", "spatial"),
+    [
+        ("wan2.1-1.3b", 1536, 30, 8960, 16, 1.42e9, 8),
+        ("wan2.1-14b", 5120, 40, 13824, 16, 14.3e9, 8),
+        ("wan2.2-5b", 3072, 30, 14336, 48, 5.0e9, 16),
+    ],
+)
+def test_the_real_cases_have_the_published_sizes(name, dim, layers, ffn, channels, parameters, spatial):
+    case = CASES[name]
+    pipe = build_pipeline(case, torch.bfloat16, torch.device("meta"))
+    blocks = pipe.transformer.blocks
+    assert len(blocks) == layers
+    assert blocks[0].attn1.to_q.weight.shape == (dim, dim)
+    assert blocks[0].ffn.net[2].weight.shape == (dim, ffn)
+    assert pipe.transformer.config.in_channels == pipe.vae.config.z_dim == channels
+    assert sum(p.numel() for p in pipe.transformer.parameters()) == pytest.approx(parameters, rel=0.02)
+    assert pipe.vae_scale_factor_spatial == spatial
+    assert pipe.config.expand_timesteps == (name == "wan2.2-5b")
+    assert case.frames % 4 == 1
+    assert case.height % (2 * spatial) == case.width % (2 * spatial) == 0
+    dtypes = {n.split(".")[-2]: p.dtype for n, p in blocks[0].named_parameters() if "." in n}
+    assert (dtypes["to_q"], dtypes["norm2"]) == (torch.bfloat16, torch.float32)
+
+
+def test_the_vae_of_the_5b_case_decodes_to_its_size():
+    vae = build_pipeline(CASES["wan2.2-5b"], torch.bfloat16, torch.device("meta"), layers=1).vae
+    latents = torch.empty(1, 48, 1, 2, 3, dtype=torch.bfloat16, device="meta")
+    assert vae.decode(latents, return_dict=False)[0].shape == (1, 3, 1, 32, 48)
+
+
+def test_the_real_cases_from_an_image_have_the_published_sizes():
     case = CASES["wan2.1-i2v-14b"]
     pipe = build_pipeline(case, torch.bfloat16, torch.device("meta"), layers=1)
     block = pipe.transformer.blocks[0]
