@@ -283,7 +283,7 @@ class _ModelCall:
         with contextlib.ExitStack() as hooks:
             if replacement is not None:
                 for _, block in family_of(self.model).every_block(self.model):
-                    hooks.callback(_replace_output(block, replacement).remove)
+                    hooks.enter_context(_replace_output(block, replacement))
             outputs = tensors_of(self.model(*args, **kwargs))
         # Wan-Animate-2 returns a list with a tensor for each sample.
         return [one for output in outputs for one in (output if isinstance(output, list) else [output])]
@@ -372,9 +372,9 @@ class _Search:
 
         with contextlib.ExitStack() as hooks:
             for name, model in transformers_of(self._pipe).items():
-                hooks.callback(model.register_forward_pre_hook(note_call(name), with_kwargs=True).remove)
+                hooks.enter_context(model.register_forward_pre_hook(note_call(name), with_kwargs=True))
             for name, block in named_blocks(self._pipe).items():
-                hooks.callback(block.register_forward_hook(check_block(name), with_kwargs=True).remove)
+                hooks.enter_context(block.register_forward_hook(check_block(name), with_kwargs=True))
             steps.run(call, seed, "latent")
         for model_call in self._calls:
             model_call.compare_with(self._limits)

@@ -58,12 +58,9 @@ def tensors_of(output: Output) -> list[torch.Tensor]:
 def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dict]:
     """Return the arguments of a module's first call while something runs."""
     seen: list[tuple[tuple, dict]] = []
-    handle = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        handle.remove()
+    hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    with hook, torch.no_grad():
+        run()
     return seen[0]
 
 

@@ -10,6 +10,7 @@ The parts are:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -84,14 +85,12 @@ def trace_of(oracle: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Tr
 
         return hook
 
-    handles = [module.register_forward_hook(keep(name)) for name, module in oracle.named_modules() if name]
     args, kwargs = arguments
-    try:
-        with torch.no_grad():
-            type(oracle).forward(oracle, *args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name, module in oracle.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(keep(name)))
+        type(oracle).forward(oracle, *args, **kwargs)
     return trace
 
 

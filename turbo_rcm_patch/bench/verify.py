@@ -229,8 +229,8 @@ def verify(
         is_checked = vae is not None and vae_state(vae) is not None
         inputs = {method: hooks.enter_context(inputs_of(vae, method)) for method in CODING if is_checked}
         for name, block in blocks.items():
-            hooks.callback(block.register_forward_pre_hook(keep_the_oracles_blocks, with_kwargs=True).remove)
-            hooks.callback(block.register_forward_hook(check_block(name), with_kwargs=True).remove)
+            hooks.enter_context(block.register_forward_pre_hook(keep_the_oracles_blocks, with_kwargs=True))
+            hooks.enter_context(block.register_forward_hook(check_block(name), with_kwargs=True))
         steps.run(call, seed, "pt" if is_checked else "latent")
         summary = applied.summary()
         with without_tf32():
