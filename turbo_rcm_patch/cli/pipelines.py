@@ -35,7 +35,7 @@ from .arguments import spelled
 from .checks import check_heads, check_pipeline_class, config_options
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
-from .sizes import SizeRules, size_rules
+from .sizes import size_rules
 from .transformers import converted_folder, files_of_ours, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
@@ -118,7 +118,7 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
         if sparse and getattr(arguments, "patched", None) is None:
             load_projections(pipe)
     given = arguments.height, arguments.width, arguments.frames
-    _size_rules_of(pipe).check(*given)
+    size_rules(pipe.vae.config, (pipe.transformer or pipe.transformer_2).config).check(*given)
     of_shapes = arguments.model is None or arguments.command == "evaluate"
     size = (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES) if of_shapes else _default_size(pipe)
     height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
@@ -212,15 +212,12 @@ def warn_of_prompts(arguments: argparse.Namespace, prompts: Sequence[str]) -> No
 def warn_of_size(arguments: argparse.Namespace, height: int, width: int, frames: int) -> None:
     """Warn if the embedded model gets another size than it has learned."""
     if arguments.model is None and (height, width, frames) != (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES):
-        warn(arguments, _another_size(height, width, frames))
-
-
-def _another_size(height: int, width: int, frames: int) -> str:
-    return (
-        f"the embedded model has learned videos of {embedded.HEIGHT}x{embedded.WIDTH} pixels and {embedded.FRAMES} "
-        f"frames only; at {height}x{width} and {counted(frames, 'frame')} shapes and motion get worse the further that "
-        "is."
-    )
+        warn(
+            arguments,
+            f"the embedded model has learned videos of {embedded.HEIGHT}x{embedded.WIDTH} pixels and {embedded.FRAMES} "
+            f"frames only; at {height}x{width} and {counted(frames, 'frame')} shapes and motion get worse the further "
+            "that is.",
+        )
 
 
 def _outside_grammar(prompts: Sequence[str]) -> str:
@@ -265,10 +262,6 @@ def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionP
         raise
     except Exception as error:  # hub, safetensors, diffusers and transformers raise many kinds
         raise CommandError(f"cannot load --model {arguments.model}: {why_not_loaded(error)}") from error
-
-
-def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:
-    return size_rules(pipe.vae.config, (pipe.transformer or pipe.transformer_2).config)
 
 
 def _default_size(pipe: DiffusionPipeline) -> tuple[int, int, int]:

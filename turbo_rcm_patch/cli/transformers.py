@@ -19,7 +19,6 @@ from ..patching.families import family_named, weights_in
 from ..patching.weights.load import FILE, component_folders, empty_model
 from ..wording import with_article
 from .arguments import spelled
-from .checks import TRANSFORMERS
 from .errors import CommandError
 
 
@@ -36,8 +35,8 @@ def given_transformers(
     unusable file.
     """
     models = {}
-    for name, option in zip(COMPONENTS, TRANSFORMERS, strict=True):
-        path = getattr(arguments, option, None)
+    for name in COMPONENTS:
+        path = getattr(arguments, name, None)
         if path is None:
             continue
         if path.is_file():
@@ -50,7 +49,7 @@ def given_transformers(
                 raise ValueError(f"{path} replaces the pipeline's {more}, but --model {arguments.model} has none.")
             models |= {part or name: _of_folder(folder, dtype) for part, folder in folders.items()}
         except (ValueError, OSError) as error:
-            raise CommandError(f"{spelled(option)}: {error}") from error
+            raise CommandError(f"{spelled(name)}: {error}") from error
     return models
 
 
@@ -79,7 +78,7 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
 
     Raises CommandError if the command cannot run such weights, or if only one of two transformers has them.
     """
-    paths = {spelled(option): getattr(arguments, option, None) for option in TRANSFORMERS}
+    paths = {spelled(name): getattr(arguments, name, None) for name in COMPONENTS}
     given = {option: path for option, path in paths.items() if path is not None and path.is_file()}
     pickled = [path for path in given.values() if path.suffix in PICKLED]
     if pickled and makes_sound(_class_in(components, COMPONENTS[0])):
