@@ -21,6 +21,7 @@ from ..config import BlockSparse, Exact, PatchConfig, Quantized
 from ..patching import Patch, patch
 from ..patching.apply import transformers_of
 from ..patching.families import family_of
+from .replaced import replaced
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
@@ -77,12 +78,8 @@ def _torchao_float8(pipe: DiffusionPipeline) -> tuple[Switch, int]:
 
     @contextlib.contextmanager
     def tuned() -> Iterator[None]:
-        original, pipe.transformer = pipe.transformer, twin
-        try:
-            with inductor_config.patch(_TORCHAO_TUNING):
-                yield
-        finally:
-            pipe.transformer = original
+        with replaced(pipe, "transformer", twin), inductor_config.patch(_TORCHAO_TUNING):
+            yield
 
     return tuned, memory_of(twin)
 
