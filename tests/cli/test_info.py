@@ -131,8 +131,8 @@ def test_info_plans_for_a_card_without_weights(tmp_path, capsys):
 
 
 def test_info_fails_if_nothing_that_was_asked_for_fits(saved_models, tmp_path, capsys):
-    printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "3 GB", "--preset", "exact", code=1)
-    assert "3.00 GB are given. It fits with the preset 'quantized' and num_frames=9." in printed
+    printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "5 GB", "--preset", "exact", code=1)
+    assert "5.00 GB are given. It fits with the preset 'quantized'." in printed
     assert printed.count(plan["error"]) == 1
     _, plans = info_of(tmp_path, capsys, saved_models / "t2v", "--vram", "0.5GB", code=1)
     assert [plan["tier"] for plan in plans] == list(trp.PRESETS)
