@@ -1,9 +1,12 @@
+from unittest import mock
+
 import pytest
 import torch
 
 from tests.cli.running import ALLOCATOR
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import commands, pipelines
+from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.memory import plan
 from turbo_rcm_patch.memory.choose import Placement
 
@@ -19,6 +22,25 @@ def saved_models(tmp_path_factory):
         (root / name / "model_index.json").write_text(index)
     (root / "empty").mkdir()
     return root
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """The test fails if a command passes its checks."""
+    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """A function that lets commands stop where some of their work begins. The mock that it returns has the calls."""
+
+    def stop(*works):
+        work = mock.Mock(side_effect=CommandError("stopped"))
+        for name in works:
+            monkeypatch.setattr(commands, name, work)
+        return work
+
+    return stop
 
 
 @pytest.fixture

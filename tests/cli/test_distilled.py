@@ -12,9 +12,8 @@ import turbo_rcm_patch as trp
 from tests import lora_files
 from tests.cli.running import error_of
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.cli import commands, main
+from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.cli.arguments import parse_arguments
-from turbo_rcm_patch.cli.errors import CommandError
 
 SMALL = ["--height", "32", "--width", "48", "--frames", "5", "--device", "cpu"]
 
@@ -36,14 +35,11 @@ def loras(models, variant):
 
 
 @pytest.fixture
-def load(monkeypatch, tmp_path, capsys):
+def load(stop_at, tmp_path, capsys):
     """A function that runs `generate` up to where it would make the video, and returns what was printed."""
 
-    def stop(*_, **__):
-        raise CommandError("stopped")
-
     def run(*argv):
-        monkeypatch.setattr(commands, "timed_generation", stop)
+        stop_at("timed_generation")
         output = str(tmp_path / "out.mp4")
         assert main(["generate", "a fox", "-o", output, *SMALL, "--no-patch", *map(str, argv)]) == 2
         printed = capsys.readouterr()
@@ -139,22 +135,16 @@ def original(tmp_path_factory):
 
 
 @pytest.fixture
-def sampled(monkeypatch, tmp_path):
+def sampled(stop_at, tmp_path):
     """A function that runs a command up to where it would sample, and returns its scheduler's name and its call."""
 
     def run(command, *argv):
-        calls = []
-
-        def stop(pipe, call=None, **options):
-            calls.append((type(pipe.scheduler).__name__, call or options))
-            raise CommandError("stopped")
-
-        for work in ("timed_generation", "compare", "verify", "evaluate"):
-            monkeypatch.setattr(commands, work, stop)
+        work = stop_at("timed_generation", "compare", "verify", "evaluate")
         output = ["-o", str(tmp_path / "out.mp4"), "--no-patch"] if command == "generate" else []
         prompt = [] if command == "evaluate" else ["a fox"]
         assert main([command, *prompt, *output, *SMALL, *map(str, argv)]) == 2
-        return calls[0]
+        (pipe, *call), options = work.call_args
+        return type(pipe.scheduler).__name__, call[0] if call else options
 
     return run
 
@@ -250,8 +240,7 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
         (["--negative-prompt", "blurred"], "--negative-prompt goes with --model"),
     ],
 )
-def test_wrong_options_fail_before_anything_is_loaded(models, capsys, monkeypatch, options, message):
-    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+def test_wrong_options_fail_before_anything_is_loaded(models, capsys, nothing_runs, options, message):
     options = [str(models / "wan22") if option == "MODEL" else option for option in options]
     assert message in error_of(capsys, "compare", *options)
 

@@ -46,9 +46,8 @@ from turbo_rcm_patch.cli.sizes import size_rules
         (["-o", "out.avi"], "give a name ending in .mp4"),
     ],
 )
-def test_wrong_options_fail_before_anything_is_loaded(tmp_path, capsys, monkeypatch, options, message):
+def test_wrong_options_fail_before_anything_is_loaded(tmp_path, capsys, nothing_runs, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
     assert message in error_of(capsys, "generate", CAPTION, "-o", "out.mp4", *options)
     assert not list(tmp_path.iterdir())
 
@@ -63,8 +62,7 @@ def test_wrong_options_fail_before_anything_is_loaded(tmp_path, capsys, monkeypa
         ("i2v", "give one with --image"),
     ],
 )
-def test_wrong_models_fail_before_anything_is_loaded(capsys, monkeypatch, saved_models, model, message):
-    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+def test_wrong_models_fail_before_anything_is_loaded(capsys, nothing_runs, saved_models, model, message):
     assert message in error_of(capsys, "verify", "--model", saved_models / model, *TINY)
 
 
@@ -80,8 +78,7 @@ def folder_of(path, **transformer):
     return path
 
 
-def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, nothing_runs):
     model = ["verify", "--model", folder_of(tmp_path, patch_size=[1, 2, 4])]
     assert "--height 48 is not divisible by 32" in error_of(capsys, *model, "--height", "48")
     assert "--width 96 is not divisible by 64" in error_of(capsys, *model, "--width", "96")
@@ -170,9 +167,8 @@ def test_the_size_rules_of_a_hub_model_are_checked_after_loading(capsys, monkeyp
     assert "--width 48 is not divisible by 32" in message
 
 
-def test_a_first_noise_level_below_the_second_one(capsys, monkeypatch):
+def test_a_first_noise_level_below_the_second_one(capsys, nothing_runs):
     """The error names the option and the steps, and comes before a model is loaded."""
-    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
     assert "--sigma-max 2.0: with 2 steps it must be" in error_of(capsys, "verify", *TINY, "--sigma-max", "2")
     assert "--sigma-max -3.0: with 4 steps it must be" in error_of(capsys, "verify", "--sigma-max", "-3")
 
@@ -327,8 +323,7 @@ def test_a_malformed_patch_size_is_named(tmp_path, capsys):
     assert "patch_size [2, 2]" in error_of(capsys, "verify", "--model", model)
 
 
-def test_an_image_for_a_text_to_video_model_is_refused(capsys, monkeypatch, saved_models):
-    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+def test_an_image_for_a_text_to_video_model_is_refused(capsys, nothing_runs, saved_models):
     message = error_of(capsys, "verify", "--model", saved_models / "t2v", "--image", __file__, *TINY)
     assert "is a text-to-video model; leave --image out" in message
 

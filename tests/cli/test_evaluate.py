@@ -67,19 +67,13 @@ def test_evaluate_stays_within_vram(tmp_path):
 
 
 @pytest.mark.parametrize("model", [[], ["--model"]])
-def test_evaluate_takes_the_size_of_the_embedded_model(monkeypatch, saved_models, model):
-    calls = []
-
-    def record(pipe, call, **options):
-        calls.append((call, options["n"], options["steps"], options["batch_size"], options["configs"]))
-        raise CommandError("recorded")
-
-    monkeypatch.setattr(commands, "evaluate", record)
+def test_evaluate_takes_the_size_of_the_embedded_model(stop_at, saved_models, model):
+    evaluate = stop_at("evaluate")
     assert main(["evaluate", "--device", "cpu", *model, *([str(saved_models / "t2v")] if model else [])]) == 2
     size = {"height": embedded.HEIGHT, "width": embedded.WIDTH, "num_frames": embedded.FRAMES}
-    assert calls == [
-        ({**size, "guidance_scale": 5.0 if model else 1.0}, 256, (1, 2, 4), 16, {"exact": PRESETS["exact"]})
-    ]
+    (_, call), options = evaluate.call_args
+    assert call == {**size, "guidance_scale": 5.0 if model else 1.0}
+    assert options | {"n": 256, "steps": (1, 2, 4), "batch_size": 16, "configs": {"exact": PRESETS["exact"]}} == options
 
 
 @pytest.mark.parametrize(
@@ -93,8 +87,7 @@ def test_evaluate_takes_the_size_of_the_embedded_model(monkeypatch, saved_models
         (["--json", "out.txt"], "give a name ending in .json"),
     ],
 )
-def test_wrong_options_of_evaluate(capsys, monkeypatch, options, message):
-    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+def test_wrong_options_of_evaluate(capsys, nothing_runs, options, message):
     assert message in error_of(capsys, "evaluate", *options)
 
 
@@ -104,18 +97,12 @@ def test_evaluate_refuses_an_image_to_video_model_and_a_low_sigma_max(capsys, sa
     assert "--sigma-max 2.0: with 2 steps" in error_of(capsys, *EVALUATE, "--steps", "1,2", "--sigma-max", "2")
 
 
-def test_evaluate_tells_what_it_does_and_makes_fewer_videos_at_a_time_if_they_are_large(monkeypatch, capsys):
+def test_evaluate_tells_what_it_does_and_makes_fewer_videos_at_a_time_if_they_are_large(stop_at, capsys):
     """Ctrl-C waits for the running operation, whose time grows with the videos made together."""
-    sizes = []
-
-    def record(pipe, call, **options):
-        sizes.append(options["batch_size"])
-        raise CommandError("recorded")
-
-    monkeypatch.setattr(commands, "evaluate", record)
+    evaluate = stop_at("evaluate")
     for size in (["--height", "480", "--width", "832"], ["--height", "16"], ["--batch-size", "3"]):
         assert main(["evaluate", "--device", "cpu", "-n", "2", *size]) == 2
-    assert sizes == [1, 16, 3]
+    assert [options["batch_size"] for _, options in evaluate.call_args_list] == [1, 16, 3]
     _, first, second, *_ = capsys.readouterr().err.splitlines()
     assert "warning: the embedded model has learned videos of 160x224 pixels and 17 frames only; at 480x832" in first
     assert second == "turbo-rcm evaluate: 2 captions in 1, 2 and 4 steps, 1 video at a time"

@@ -122,14 +122,9 @@ def test_generate_and_compare_with_a_vae_in_8_bits(tmp_path, capsys, saved_model
 
 
 @pytest.mark.parametrize("command", ["generate", "compare", "verify"])
-def test_a_prompt_outside_the_grammar_is_warned_about(tmp_path, capsys, monkeypatch, command):
+def test_a_prompt_outside_the_grammar_is_warned_about(tmp_path, capsys, stop_at, command):
     """The warning comes before the command does its work."""
-
-    def stop(*_, **__):
-        raise CommandError("stopped")
-
-    for work in ("patch", "compare", "verify"):
-        monkeypatch.setattr(commands, work, stop)
+    stop_at("patch", "compare", "verify")
     options = ["-o", str(tmp_path / "fox.mp4")] if command == "generate" else []
     assert main([command, "a red fox leaps", *TINY, *options]) == 2
     warning = capsys.readouterr().err
@@ -139,31 +134,26 @@ def test_a_prompt_outside_the_grammar_is_warned_about(tmp_path, capsys, monkeypa
         assert text in warning
 
 
-def test_a_long_prompt_is_not_repeated_whole(capsys, monkeypatch):
-    monkeypatch.setattr(commands, "verify", lambda *_, **__: (_ for _ in ()).throw(CommandError("stopped")))
+def test_a_long_prompt_is_not_repeated_whole(capsys, stop_at):
+    stop_at("verify")
     assert main(["verify", "a fox leaps " + 10_000 * "x", *TINY]) == 2
     warning = capsys.readouterr().err
     assert "unlike 'a fox leaps xxx" in warning
     assert len(warning) < 1500
 
 
-def test_no_warning_for_a_caption_a_default_or_another_model(capsys, monkeypatch, saved_models):
-    prompts = []
-
-    def record(pipe, call, **_):
-        prompts.append(call["prompt"])
-        raise CommandError("recorded")
-
-    monkeypatch.setattr(commands, "verify", record)
+def test_no_warning_for_a_caption_a_default_or_another_model(capsys, stop_at, saved_models):
+    verify = stop_at("verify")
     for options in (["A large blue square moves UP on white"], [], ["--model", saved_models / "t2v"]):
         assert main(["verify", *map(str, options), *TINY]) == 2
+    prompts = [call["prompt"] for (_, call), _ in verify.call_args_list]
     assert prompts == ["A large blue square moves UP on white", grammar.EXAMPLES[0], pipelines.DEFAULT_PROMPT]
     assert "learned captions" not in capsys.readouterr().err
 
 
-def test_another_size_than_the_learned_one_is_warned_about(tmp_path, capsys, monkeypatch, saved_models):
+def test_another_size_than_the_learned_one_is_warned_about(capsys, stop_at, saved_models):
     def warnings(*argv):
-        monkeypatch.setattr(commands, "verify", lambda *_, **__: (_ for _ in ()).throw(CommandError("recorded")))
+        stop_at("verify")
         assert main(["verify", "--device", "cpu", *map(str, argv)]) == 2
         return [line for line in capsys.readouterr().err.splitlines() if "learned videos" in line]
 
