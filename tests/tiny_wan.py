@@ -162,6 +162,11 @@ def tiny_call(variant="t2v", **overrides):
     return {**call, **overrides}
 
 
+def frames_of(pipe, variant="t2v", *, seed=3, **overrides):
+    """Return the latents or frames of a fast call, from noise of a seed."""
+    return pipe(**tiny_call(variant, generator=torch.Generator().manual_seed(seed), **overrides)).frames
+
+
 @built_once
 def tiny_wan_transformer(heads=2, head_dim=64, layers=2, *, dtype=torch.float32, seed=2, **overrides):
     """A WanTransformer3DModel in eval mode whose every parameter matters: norms and biases are random too.

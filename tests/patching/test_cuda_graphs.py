@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+from functools import partial
 
 import accelerate
 import pytest
@@ -28,7 +29,7 @@ from tests.patching.tape import (
     run,
     warm,
 )
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import frames_of, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import cuda_graphs as graphs
 from turbo_rcm_patch.patching.families.wan import graph as wan_graph
 
@@ -116,8 +117,7 @@ def test_the_output_comes_as_it_is_asked_for(tape):
 @pytest.mark.parametrize("variant", ["i2v", "ti2v", "wan22"])
 def test_pipelines_with_guidance_generate_the_same(tape, variant):
     pipe = tiny_wan_pipeline(variant)
-    call = tiny_call(variant, num_inference_steps=4, guidance_scale=4.0)
-    generate = lambda: pipe(**call, generator=torch.Generator().manual_seed(3)).frames  # noqa: E731
+    generate = partial(frames_of, pipe, variant, num_inference_steps=4, guidance_scale=4.0)
     with trp.patch(pipe, trp.Exact(cuda_graph="off")):
         expected = generate()
     with trp.patch(pipe, AUTO) as patch:

@@ -14,7 +14,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.patching.launches import around_launches
 from tests.patching.tape import inputs_for
-from tests.tiny_wan import moved, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import frames_of, moved, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching.steps import layers
 from turbo_rcm_patch.patching.steps.plan import SHARED, Call, active_backend, state_of
 from turbo_rcm_patch.patching.steps.residual import HELD
@@ -291,12 +291,11 @@ def test_linears_in_fp32_follow_pytorchs_tf32_setting():
 @pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v", "wan22"])
 def test_pipelines_generate_the_same(variant):
     pipe = tiny_wan_pipeline(variant)
-    generate = lambda: pipe(**tiny_call(variant, generator=torch.Generator().manual_seed(3))).frames  # noqa: E731
-    expected = generate()
+    expected = frames_of(pipe, variant)
     with trp.patch(pipe) as patch:
         assert set(patch.transformers) == ({"transformer", "transformer_2"} if variant == "wan22" else {"transformer"})
-        assert relative_error(generate(), expected) <= 1e-5
-    assert torch.equal(generate(), expected)
+        assert relative_error(frames_of(pipe, variant), expected) <= 1e-5
+    assert torch.equal(frames_of(pipe, variant), expected)
 
 
 def test_the_fused_forward_runs(monkeypatch):

@@ -3,6 +3,7 @@
 import multiprocessing
 import weakref
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.patching.tape import (
     run,
     warm,
 )
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import frames_of, tiny_wan_pipeline, tiny_wan_transformer
 
 
 def cuda_pair(options=None, **more):
@@ -199,8 +200,7 @@ def make_python_collect():
 @pytest.mark.parametrize("variant", ["t2v", "wan22"])
 def test_gpu_pipelines_with_guidance_generate_the_same(variant):
     pipe = tiny_wan_pipeline(variant, torch.bfloat16).to("cuda")
-    call = tiny_call(variant, num_inference_steps=4, guidance_scale=4.0)
-    generate = lambda: pipe(**call, generator=torch.Generator().manual_seed(3)).frames  # noqa: E731
+    generate = partial(frames_of, pipe, variant, num_inference_steps=4, guidance_scale=4.0)
     with trp.patch(pipe, trp.Exact(cuda_graph="off")):
         expected = generate()
     with trp.patch(pipe, AUTO) as patch:

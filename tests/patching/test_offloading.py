@@ -11,7 +11,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.pairs import assert_same_output, blocks_of, make_pair, output_of, row
 from tests.tiny_families import EACH_MODEL
-from tests.tiny_wan import moved, tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import frames_of, moved, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 
 CPU = torch.device("cpu")
 OUT = ("feed_forward", "linear + skip")
@@ -54,11 +54,10 @@ def test_offload_on_a_gpu(offload):
     patch = trp.patch(patched)
     getattr(patched, offload)(**options)
     plain.to("cuda")
-    generate = lambda pipe: pipe(**tiny_call(generator=torch.Generator().manual_seed(3))).frames  # noqa: E731
-    assert relative_error(generate(patched), generate(plain)) <= 1e-4
+    assert relative_error(frames_of(patched), frames_of(plain)) <= 1e-4
     assert "cuda" in str(patch.summary()) or "sm_" in patch.summary()
     patch.restore()
-    assert relative_error(generate(patched), generate(plain)) <= 1e-4
+    assert relative_error(frames_of(patched), frames_of(plain)) <= 1e-4
 
 
 def test_the_summary_shows_the_last_call_while_weights_are_away():

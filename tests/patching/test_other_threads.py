@@ -8,14 +8,10 @@ import torch
 from diffusers import WanPipeline
 
 import turbo_rcm_patch as trp
-from tests.tiny_wan import output_of, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import frames_of, output_of, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import apply
 
 SECONDS = 30  # until a test that waits for another thread fails
-
-
-def frames_of(pipe, **options):
-    return pipe(**tiny_call(generator=torch.Generator().manual_seed(3), **options)).frames
 
 
 @pytest.fixture

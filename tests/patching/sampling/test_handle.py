@@ -8,7 +8,7 @@ import torch
 import turbo_rcm_patch as trp
 from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
 from tests.patching.sampling.test_use_rcm import published as rcm
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import frames_of, tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.recipes import SOUND_RECIPES, shifted
 from turbo_rcm_patch.scheduler import FewStepScheduler
 
@@ -126,7 +126,7 @@ def test_dmd_recipes(recipe, variant, dtype):
 def test_causvid_lora(steps):
     pipe = tiny_wan_pipeline()
     with trp.use_distilled(pipe, recipe="causvid-lora"):
-        video = pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames
+        video = frames_of(pipe, num_inference_steps=steps, seed=1)
         noise = randn(NOISE, seeded(1))
         assert_same_video(video, causvid_lora(t2v_velocity(pipe, tiny_call()["prompt"]), noise, steps))
 
@@ -137,7 +137,7 @@ def test_rcm_is_use_rcm_bit_for_bit(variant):
     videos = []
     for install in (trp.use_rcm, lambda pipe: trp.use_distilled(pipe, recipe="rcm")):
         with install(pipe):
-            videos.append(pipe(**tiny_call(variant, num_inference_steps=4, generator=seeded(1))).frames)
+            videos.append(frames_of(pipe, variant, num_inference_steps=4, seed=1))
     assert torch.equal(*videos)
 
 
@@ -263,9 +263,9 @@ def test_gpu_a_generator_on_the_cpu_gives_the_video_of_the_cpu(recipe):
     pipe = tiny_wan_pipeline()
     with trp.use_distilled(pipe, recipe=recipe):
         steps = len(pipe.scheduler.timesteps)
-        expected = pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames
+        expected = frames_of(pipe, num_inference_steps=steps, seed=1)
         pipe.to("cuda")
-        found = pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames
+        found = frames_of(pipe, num_inference_steps=steps, seed=1)
         assert found.device.type == "cuda"
         assert (found.cpu() - expected).norm() < 0.02 * expected.norm()
         with trp.patch(pipe):

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 import turbo_rcm_patch as trp
 from tests import lora_files
 from tests.patching.lora.test_load import assert_as_before, everything
-from tests.patching.sampled_videos import seeded
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import frames_of, tiny_wan_pipeline
 from turbo_rcm_patch.patching.sampling.handle import HANDLE
 from turbo_rcm_patch.recipes import SOUND_RECIPES
 from turbo_rcm_patch.scheduler import FewStepScheduler, RCMScheduler
@@ -23,7 +22,7 @@ LIGHTX2V = "wan2.1_t2v_lora_rank64_lightx2v_4step.safetensors"
 
 
 def videos(pipe, variant="t2v", **options):
-    return pipe(**tiny_call(variant, generator=seeded(1), num_inference_steps=4, **options)).frames
+    return frames_of(pipe, variant, num_inference_steps=4, **options, seed=1)
 
 
 def state(pipe):
@@ -380,7 +379,7 @@ def test_a_saved_pipeline_keeps_its_sampler(recipe, tmp_path):
     pipe = tiny_wan_pipeline("wan22")
     with trp.use_distilled(pipe, recipe=recipe):
         steps = len(pipe.scheduler.timesteps)
-        expected = pipe(**tiny_call(generator=seeded(1), num_inference_steps=steps)).frames
+        expected = frames_of(pipe, num_inference_steps=steps, seed=1)
         pipe.save_pretrained(tmp_path)
     models = {name: pipe.components[name] for name in ("transformer", "transformer_2", "vae", "text_encoder")}
     loaded = WanPipeline.from_pretrained(tmp_path, **models)
@@ -389,7 +388,7 @@ def test_a_saved_pipeline_keeps_its_sampler(recipe, tmp_path):
     from_disk = loaded.scheduler
     with trp.use_distilled(loaded) as handle:
         assert "(the pipeline's own)" in str(handle)
-        found = loaded(**tiny_call(generator=seeded(1), num_inference_steps=steps)).frames
+        found = frames_of(loaded, num_inference_steps=steps, seed=1)
         assert torch.equal(found, expected)
     assert loaded.scheduler is from_disk
 

@@ -20,7 +20,7 @@ from tests.patching.sampled_videos import (
     t2v_velocity,
     text,
 )
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import frames_of, tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.scheduler import RCMScheduler
 
 
@@ -53,7 +53,7 @@ def test_equals_the_published_sampler_in_bf16():
     pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
     trp.use_rcm(pipe)
     theirs = seeded(1)
-    video = pipe(**tiny_call(num_inference_steps=4, generator=seeded(1))).frames
+    video = frames_of(pipe, num_inference_steps=4, seed=1)
     velocity = t2v_velocity(pipe, tiny_call()["prompt"])
     assert_same_video(video, published(velocity, randn((1, *LATENTS), theirs), 4, theirs, dtype=torch.bfloat16))
 
@@ -65,7 +65,7 @@ def test_one_generator_per_sample():
     video = pipe(**tiny_call(prompt=prompts, generator=seeded(1, 2))).frames
     noise = randn((2, *LATENTS), theirs)
     assert_same_video(video, published(t2v_velocity(pipe, prompts), noise, 2, theirs))
-    alone = pipe(**tiny_call(prompt=prompts[1], generator=seeded(2))).frames
+    alone = frames_of(pipe, prompt=prompts[1], seed=2)
     assert_same_video(video[1:], alone)
 
 
@@ -73,7 +73,7 @@ def test_image_to_video_equals_the_published_sampler():
     pipe = tiny_wan_pipeline("i2v")
     seen = record_calls(pipe.transformer)
     trp.use_rcm(pipe, 200.0, stochastic=False)
-    video = pipe(**tiny_call("i2v", generator=seeded(1), num_inference_steps=3)).frames
+    video = frames_of(pipe, "i2v", num_inference_steps=3, seed=1)
     call = seen[0]
     condition = call["hidden_states"][:, 16:]
     assert all(torch.equal(later["hidden_states"][:, 16:], condition) for later in seen)  # only the latents are scaled
@@ -92,7 +92,7 @@ def test_per_token_timesteps_equal_the_published_sampler():
     seen = record_calls(pipe.transformer)
     trp.use_rcm(pipe)
     theirs = seeded(1)
-    video = pipe(**tiny_call("ti2v", generator=seeded(1), num_inference_steps=4)).frames
+    video = frames_of(pipe, "ti2v", num_inference_steps=4, seed=1)
     assert [call["timestep"].shape for call in seen] == [(1, 12)] * 4
     velocity = t2v_velocity(pipe, tiny_call()["prompt"])  # every token has the same time, so the same velocity
     assert_same_video(video, published(velocity, randn((1, *LATENTS), theirs), 4, theirs))
@@ -103,7 +103,7 @@ def test_ti2v_from_an_image_keeps_the_first_frame():
     seen = record_calls(pipe.transformer)
     trp.use_rcm(pipe)
     theirs = seeded(1)
-    video = pipe(**tiny_call("ti2v_i2v", generator=seeded(1), num_inference_steps=3)).frames
+    video = frames_of(pipe, "ti2v_i2v", num_inference_steps=3, seed=1)
     first_frame = seen[0]["hidden_states"][:, :, :1]
     embeds = text(pipe, tiny_call()["prompt"])
 
@@ -155,17 +155,17 @@ def test_no_guidance_unless_asked_for(caplog):
     pipe = tiny_wan_pipeline()
     calls = record_calls(pipe.transformer)
     with trp.use_rcm(pipe), caplog.at_level(logging.WARNING, logger="turbo_rcm_patch"):
-        by_default = pipe(**tiny_call(generator=seeded(1))).frames
+        by_default = frames_of(pipe, seed=1)
         assert len(calls) == 2
         pipe(**tiny_call(generator=seeded(1)))
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "guidance_scale=1.0" in caplog.text
         caplog.clear()
-        assert torch.equal(by_default, pipe(**tiny_call(generator=seeded(1), guidance_scale=1.0)).frames)
+        assert torch.equal(by_default, frames_of(pipe, guidance_scale=1.0, seed=1))
         assert not caplog.records
     calls.clear()
     with trp.use_rcm(pipe, classifier_free_guidance=True):
-        guided = pipe(**tiny_call(generator=seeded(1), guidance_scale=3.0)).frames
+        guided = frames_of(pipe, guidance_scale=3.0, seed=1)
         assert len(calls) == 4
         assert not torch.equal(guided, by_default)
 
@@ -173,17 +173,17 @@ def test_no_guidance_unless_asked_for(caplog):
 def test_restore_leaves_nothing():
     pipe = tiny_wan_pipeline()
     scheduler, attributes, config = pipe.scheduler, set(vars(pipe)), dict(pipe.config)
-    before = pipe(**tiny_call(generator=seeded(1))).frames
+    before = frames_of(pipe, seed=1)
     attributes |= set(vars(pipe))  # a call leaves its own, such as _guidance_scale
     handle = trp.use_rcm(pipe)
     assert isinstance(pipe.scheduler, RCMScheduler)
     assert pipe.scheduler is handle.scheduler
-    assert not torch.equal(pipe(**tiny_call(generator=seeded(1))).frames, before)
+    assert not torch.equal(frames_of(pipe, seed=1), before)
     handle.restore()
     assert pipe.scheduler is scheduler
     assert set(vars(pipe)) == attributes
     assert dict(pipe.config) == config
-    assert torch.equal(pipe(**tiny_call(generator=seeded(1))).frames, before)
+    assert torch.equal(frames_of(pipe, seed=1), before)
     with pytest.raises(RuntimeError, match="restored already"):
         handle.restore()
 
@@ -272,13 +272,13 @@ def a_servers_copy_with_a_wrapped_scheduler(pipe):
 def test_copies_sample_by_their_own_generator_and_without_guidance(make, was_called):
     pipe = tiny_wan_pipeline()
     handle = trp.use_rcm(pipe)
-    expected = pipe(**tiny_call(generator=seeded(1))).frames
+    expected = frames_of(pipe, seed=1)
     if not was_called:
         handle.restore()
         handle = trp.use_rcm(pipe)
     twin, state = make(pipe), torch.get_rng_state()
-    assert torch.equal(twin(**tiny_call(generator=seeded(1))).frames, expected)
-    assert not torch.equal(twin(**tiny_call(generator=seeded(2))).frames, expected)
+    assert torch.equal(frames_of(twin, seed=1), expected)
+    assert not torch.equal(frames_of(twin, seed=2), expected)
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(RuntimeError, match=r"a copy of a pipeline that use_rcm was called on"):
         trp.use_rcm(twin)
@@ -300,14 +300,14 @@ def test_another_pipeline_with_the_same_parts_is_refused_until_it_has_the_sample
     pipe = tiny_wan_pipeline()
     install(pipe)
     steps = len(pipe.scheduler.timesteps) if caller == "use_distilled" else 2
-    expected = pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames
+    expected = frames_of(pipe, num_inference_steps=steps, seed=1)
     other = make(pipe)
     other.set_progress_bar_config(disable=True)
     with pytest.raises(RuntimeError, match=f"another one, on which {caller} was called.* Call {caller} on this pipe"):
         other(**tiny_call(num_inference_steps=steps, generator=seeded(1)))
     with getattr(trp, caller)(other):
-        assert torch.equal(other(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames, expected)
-    assert torch.equal(pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames, expected)
+        assert torch.equal(frames_of(other, num_inference_steps=steps, seed=1), expected)
+    assert torch.equal(frames_of(pipe, num_inference_steps=steps, seed=1), expected)
 
 
 def test_a_saved_sampler_is_refused_without_use_rcm():

@@ -10,7 +10,7 @@ from tests.oracle import relative_error
 from tests.patching.launches import around_launches
 from tests.patching.tape import graphs_of
 from tests.tiny_families import tiny_family_transformer
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import frames_of, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
@@ -64,9 +64,7 @@ def by_step(calls, guided):
 
 
 def generate(pipe, variant="t2v", steps=4, **options):
-    return pipe(
-        **tiny_call(variant, num_inference_steps=steps, **options), generator=torch.Generator().manual_seed(3)
-    ).frames
+    return frames_of(pipe, variant, num_inference_steps=steps, **options)
 
 
 def pipeline(variant="t2v", scheduler=None):

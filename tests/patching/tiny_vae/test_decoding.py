@@ -11,7 +11,7 @@ import torch
 import turbo_rcm_patch as trp
 from tests.patching.tiny_vae.published import KINDS, WIDTHS, latents, published_sample, tiny_file, vae_for
 from tests.tiny_vae import tiny_vae
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import frames_of, tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.verify import verify
@@ -52,7 +52,7 @@ def test_a_layer_that_makes_more_frames_gives_its_last_one(tmp_path):
 @pytest.mark.parametrize("first", ["patch", "tiny vae"])
 def test_a_pipeline_with_a_patch_decodes_itself_after_both_are_undone(tmp_path, first):
     pipe, file = tiny_wan_pipeline(), tiny_file(tmp_path)
-    generate = lambda: pipe(**tiny_call(output_type="np"), generator=torch.Generator().manual_seed(2)).frames  # noqa: E731
+    generate = partial(frames_of, pipe, output_type="np")
     own, keys = generate(), set(pipe.vae.state_dict())
     handles = [trp.patch(pipe), trp.use_tiny_vae(pipe, file)]
     if first == "tiny vae":

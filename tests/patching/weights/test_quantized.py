@@ -12,7 +12,7 @@ from tests.patching.launches import around_launches
 from tests.patching.pairs import attributes_of, output_of
 from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp32_copy, model_and_inputs, oracle_of
 from tests.tiny_families import DENSE, FAMILIES, tiny_family_inputs, tiny_family_transformer
-from tests.tiny_wan import moved, tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import frames_of, moved, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.patching.steps import in_8_bits
 from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
@@ -80,12 +80,11 @@ def test_every_family_is_within_the_limit_of_a_step(name, dtype):
 @pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v", "wan22"])
 def test_pipelines(variant):
     pipe = tiny_wan_pipeline(variant)
-    generate = lambda: pipe(**tiny_call(variant, generator=torch.Generator().manual_seed(3))).frames  # noqa: E731
-    expected = generate()
+    expected = frames_of(pipe, variant)
     with trp.patch(pipe, "quantized"):
         # Guidance adds five times the difference of two steps; this is the limit of one.
-        assert 1e-3 < relative_error(generate(), expected) <= LIMITS.step
-    assert torch.equal(generate(), expected)
+        assert 1e-3 < relative_error(frames_of(pipe, variant), expected) <= LIMITS.step
+    assert torch.equal(frames_of(pipe, variant), expected)
 
 
 def test_rows_of_zeros():

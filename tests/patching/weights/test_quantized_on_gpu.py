@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.oracle import relative_error
 from tests.patching.tape import assert_replayed, cuda_inputs, graphs_of, make_models, replays, run, warm
 from tests.patching.test_equivalence import captured_block_inputs, fp32_copy, model_and_inputs, oracle_of
 from tests.patching.weights.test_quantized_summary import JOIN, expected_launches, launched
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from tests.tiny_wan import frames_of, tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.kernels.launch import Launch, launch_kernel
@@ -146,8 +147,7 @@ def test_restore_after_replays_brings_the_model_back():
 
 def test_a_graph_for_each_kind_of_step():
     pipe = tiny_wan_pipeline("t2v", torch.bfloat16).to(GPU)
-    call = tiny_call(num_inference_steps=6, guidance_scale=4.0)
-    generate = lambda: pipe(**call, generator=torch.Generator().manual_seed(3)).frames  # noqa: E731
+    generate = partial(frames_of, pipe, num_inference_steps=6, guidance_scale=4.0)
     with trp.patch(pipe, trp.Quantized(exact_steps=(1, 1), cuda_graph="off")):
         expected = generate()
     with trp.patch(pipe, trp.Quantized(exact_steps=(1, 1), cuda_graph="on")):
@@ -229,10 +229,9 @@ def test_verify(variant):
 
 def test_offloading_by_layers_computes_what_the_modules_do():
     pipe, plain = (tiny_wan_pipeline("t2v", torch.bfloat16) for _ in range(2))
-    generate = lambda p: p(**tiny_call(generator=torch.Generator().manual_seed(3))).frames  # noqa: E731
     with trp.patch(pipe, "quantized") as patch:
         pipe.enable_sequential_cpu_offload()
         plain.to(GPU)
         # Guidance multiplies the difference of two steps by five, and there are two steps.
-        assert relative_error(generate(pipe), generate(plain)) <= 2 * LIMITS.step
+        assert relative_error(frames_of(pipe), frames_of(plain)) <= 2 * LIMITS.step
         assert "hook AlignDevicesHook" in patch.summary()

@@ -9,7 +9,7 @@ from torch import nn
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG, ERROR, FREED, add_lora
-from tests.tiny_wan import output_of, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import frames_of, output_of, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
 from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE, QuantizedLinear, convert
 from turbo_rcm_patch.patching.weights.quantize_linears import quantized_linears
@@ -121,8 +121,7 @@ def test_pipelines_never_bring_originals_to_a_gpu(offload, monkeypatch):
     else:
         getattr(patched, offload)()
     plain.to("cuda")
-    generate = lambda pipe: pipe(**tiny_call(generator=torch.Generator().manual_seed(3))).frames  # noqa: E731
-    assert relative_error(generate(patched), generate(plain)) <= 2 * ERROR
+    assert relative_error(frames_of(patched), frames_of(plain)) <= 2 * ERROR
     assert on_gpu_once == [] or not any(on_gpu_once)
     patch.restore()
-    assert relative_error(generate(patched), generate(plain)) <= 1e-4
+    assert relative_error(frames_of(patched), frames_of(plain)) <= 1e-4

@@ -12,7 +12,7 @@ from tests import literal_wan
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.oracle import assert_no_worse, relative_error
 from tests.patching.turbowan import BLOCKS, SAGE, SLA, TOPK, is_sparse, literal, run, turbo_weights
-from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import frames_of, tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.whole import parameters_of
 from turbo_rcm_patch.patching.steps.sparse_linear import SparseAttnProcessor
 from turbo_rcm_patch.patching.weights import turbodiffusion
@@ -122,7 +122,7 @@ def test_a_pipeline_in_bf16_is_as_right_as_diffusers_code_with_the_processor(sav
     options = {"num_inference_steps": 4, "guidance_scale": 1.0}
     latents = []
     for pipe.transformer in (patched, plain):
-        latents.append(pipe(**tiny_call(**options, generator=torch.Generator().manual_seed(3))).frames)
+        latents.append(frames_of(pipe, **options))
     with torch.no_grad():
         call = tiny_call(**options)
         prompt, _ = pipe.encode_prompt(call["prompt"], max_sequence_length=16, do_classifier_free_guidance=False)
