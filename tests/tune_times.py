@@ -1,7 +1,7 @@
 """Small shapes for `turbo-rcm tune`, and times without a GPU to measure them on."""
 
 from turbo_rcm_patch.bench.ops import OpKey, OpResult, Timing
-from turbo_rcm_patch.bench.tune import FALLBACKS, Shapes
+from turbo_rcm_patch.bench.tune import OPS, Shapes
 from turbo_rcm_patch.patching.families.wan.sizes import ops
 
 CONVOLUTION = (2, 3, 4, 8, 8, 3, 3, 1, 1)
@@ -24,8 +24,8 @@ def timed(backends=(), kernels=(), **ours):
         op = case.key.op
         time = ours.get(op, 2.0)
         timings = {"ours": Timing(True, 1e-3, time)}
-        if op in FALLBACKS:
-            timings[FALLBACKS[op]] = Timing(False, 1e-3, 3.0)
+        if OPS[op].exact is None:
+            timings[OPS[op].rival] = Timing(False, 1e-3, 3.0)
         timings |= {f"PyTorch SDPA ({name})": Timing(False, 1e-3, ms) for name, ms in dict(backends).get(case.name, ())}
         timings |= {name: Timing(False, 1e-3, ms) for name, ms in dict(kernels).get(op, ())}
         return OpResult(case.name, timings, None if time is None else "ours")

@@ -83,7 +83,7 @@ def test_ours_and_what_runs_otherwise_are_right(case):
     contest = case.build(CPU, lambda function: function)
     errors = measure_errors(contest)
     op = case.key.op
-    assert set(errors) == {op, tune.FALLBACKS[op]}
+    assert set(errors) == {op, tune.OPS[op].rival}
     assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
 
 
@@ -266,7 +266,7 @@ def test_on_a_gpu_all_is_timed():
 
 
 def test_the_tiers_ops_are_timed_without_what_only_the_benchmark_compares_them_with():
-    by_op = {case.key.op: case for case in tune_tiers.tier_cases(small_shapes(tokens=1024).ops)}
+    by_op = {case.key.op: case for case in cases(small_shapes(tokens=1024))}
     for op, beside in (("block_sparse_attention", set()), ("attention_8bit", {tune_tiers.NORMS})):
         contest = by_op[op].build(CPU, lambda function: function)
         assert (contest.rivals, set(contest.partial)) == ({}, beside)
@@ -279,10 +279,10 @@ def test_a_tiers_op_is_timed_at_the_largest_of_the_exact_ops_shapes():
     assert keys["block_sparse_attention"] == (12, 32760, 128)
 
 
-@pytest.mark.parametrize("op", sorted(trials.LISTS))
+@pytest.mark.parametrize("op", sorted(tune.OPS))
 def test_a_kernel_that_only_tune_may_choose_is_tried_in_every_contest(monkeypatch, op):
     """The kernel is the reference here, under another name."""
-    launched, lists = [], trials.LISTS[op]
+    launched, lists = [], tune.OPS[op].lists
     reference = lists[-1].kernels[-1]
 
     def launch(*args, **options):
@@ -298,4 +298,4 @@ def test_a_kernel_that_only_tune_may_choose_is_tried_in_every_contest(monkeypatc
     contest.alternatives["tried"]()
     assert launched == [op]
     timings = {"tried": {"milliseconds": 1.5}, "ours": {"milliseconds": 2.0}}
-    assert trials.times_of_trials(op, timings) == {"tried": 1.5}
+    assert trials.times_of_trials(lists, timings) == {"tried": 1.5}

@@ -12,33 +12,34 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from ..kernels.attention.attention import SDPA
+from ..kernels.attention.attention import ATTENTION, SDPA
 from ..kernels.attention.sdpa import BACKENDS, MATH, chosen_backend
+from ..kernels.attention_8bit.attention_8bit import ATTENTION_8BIT
+from ..kernels.block_sparse.block_sparse_attention import BLOCK_SPARSE_ATTENTION_8BIT
 from ..kernels.choice.measured import WORTHWHILE
-from ..kernels.conv.conv_skip import CONVOLUTION
+from ..kernels.choice.registry import Op
+from ..kernels.conv.conv_skip import CONV_SKIP, CONVOLUTION
+from ..kernels.linear.linear_gelu import LINEAR_GELU, LINEAR_GELU_QUANTIZED
+from ..kernels.linear.linear_qkv import LINEAR_QKV
+from ..kernels.linear.linear_skip import LINEAR_SKIP
 from ..kernels.linear.spec import LINEAR
+from ..kernels.sparse_linear.sparse_linear_attention import SPARSE_LINEAR_ATTENTION
 from ..latents import latent_channels, latent_size
 from ..patching.families import CASES, SUPPORTED, family_named
 from ..patching.families.family import Case, Family
 from ..patching.families.vae.sizes import convolutions
 from ..patching.weights.load import component_folders, read_config, read_vae_config
-from ..tiers import EXACT
+from ..tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE, Tier
 from ..wording import with_article
-from . import ops, ops_conv, ops_exact, trials, tune_tiers
+from . import ops, ops_conv, ops_exact, ops_sparse, trials, tune_tiers
 from .ops import Contender, Contest, OpCase, OpKey, OpResult
 
 ROUNDS, TIER_ROUNDS = 10, 4  # of the exact tier's ops, which the patch chooses by, and of the others
-FALLBACKS = {
-    "attention": SDPA,
-    "linear_skip": f"{LINEAR}, Triton skip",
-    "linear_gelu": f"{LINEAR}, Triton GELU",
-    "linear_qkv": LINEAR,
-    "conv_skip": CONVOLUTION,
-}  # what the patch runs in place of our kernels
 NO_RESULT = {"best": None, "timings": {}}  # of a case that failed
 SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH}  # contenders; math is never faster
 
@@ -104,21 +105,6 @@ def _shapes(model: str, family: Family, transformer: Mapping, vae: Mapping, size
     return Shapes(model, "x".join(map(str, video)), [*blocks, *decoder])
 
 
-def cases(shapes: Shapes) -> Iterator[OpCase]:
-    """The ops with more than one kernel to choose from, at these shapes: first the exact tier's, then the others'."""
-    contests = {
-        "attention": attention,
-        "linear_skip": ops_exact.linear_skip,
-        "linear_gelu": ops_exact.linear_gelu,
-        "linear_qkv": ops_exact.linear_qkv,
-        "conv_skip": ops_conv.conv_skip,
-    }
-    for op, sizes in shapes.ops:
-        against_fallback = functools.partial(_against_fallback, FALLBACKS[op])
-        yield trials.case_with_trials(contests[op], *sizes, change=against_fallback)
-    yield from tune_tiers.tier_cases(shapes.ops)
-
-
 def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
     """ops_exact.attention, with those backends of PyTorch's that it does not take by itself."""
     contest = ops_exact.attention(heads, tokens, keys, head_dim, device, compiled)
@@ -137,8 +123,62 @@ def _in_backend(name: str, attend: Contender) -> torch.Tensor:
         return attend()
 
 
-def _against_fallback(name: str, contest: Contest) -> Contest:
-    return replace(contest, rivals={name: contest.fallback}, partial={})
+class TunedOp(NamedTuple):
+    """How an op is timed. lists: the lists of kernels that its contest picks from.
+
+    rival: the name of what runs if the patch does not take our kernel. exact: the exact op in whose place a tier's op
+    runs, or None for an op of the exact tier.
+    """
+
+    contest: Callable[..., Contest]
+    lists: tuple[Op, ...]
+    rival: str = tune_tiers.EXACT
+    tier: Tier = EXACT
+    exact: str | None = None
+
+
+OPS = {
+    "attention": TunedOp(attention, (ATTENTION,), SDPA),
+    "linear_skip": TunedOp(ops_exact.linear_skip, (LINEAR_SKIP,), f"{LINEAR}, Triton skip"),
+    "linear_gelu": TunedOp(ops_exact.linear_gelu, (LINEAR_GELU,), f"{LINEAR}, Triton GELU"),
+    "linear_qkv": TunedOp(ops_exact.linear_qkv, (LINEAR_QKV,), LINEAR),
+    "conv_skip": TunedOp(ops_conv.conv_skip, (CONV_SKIP,), CONVOLUTION),
+    "linear_skip_8bit": TunedOp(tune_tiers.linear_skip_8bit, (LINEAR_SKIP,), tier=QUANTIZED, exact="linear_skip"),
+    "linear_gelu_8bit": TunedOp(
+        tune_tiers.linear_gelu_8bit, (LINEAR_GELU, LINEAR_GELU_QUANTIZED), tier=QUANTIZED, exact="linear_gelu"
+    ),
+    "linear_qkv_8bit": TunedOp(tune_tiers.linear_qkv_8bit, (LINEAR_QKV,), tier=QUANTIZED, exact="linear_qkv"),
+    "attention_8bit": TunedOp(tune_tiers.attention_8bit, (ATTENTION_8BIT,), tier=QUANTIZED, exact="attention"),
+    "sparse_linear_attention": TunedOp(
+        ops_sparse.sparse_linear_attention, (SPARSE_LINEAR_ATTENTION,), tier=SPARSE, exact="attention"
+    ),
+    "block_sparse_attention": TunedOp(
+        ops_sparse.block_sparse_attention, (BLOCK_SPARSE_ATTENTION_8BIT,), tier=BLOCK_SPARSE, exact="attention"
+    ),
+}
+
+
+def cases(shapes: Shapes) -> Iterator[OpCase]:
+    """The ops with more than one kernel to choose from, at these shapes: first the exact tier's, then the others'.
+
+    An op of the others runs once, where it takes longest."""
+    for op, sizes in shapes.ops:
+        yield _case(op, sizes, functools.partial(_against_fallback, OPS[op].rival))
+    for op, tuned in OPS.items():
+        sizes = [tune_tiers.sizes_in_tier(exact) for exact in shapes.ops if exact.op == tuned.exact]
+        if any(sizes):
+            yield _case(op, max(filter(None, sizes), key=math.prod), tune_tiers.without_rivals)
+
+
+def _case(op: str, sizes: tuple[int, ...], change: Callable[[Contest], Contest]) -> OpCase:
+    """Return the case of an op's changed contest, with the kernels that only tune may choose."""
+    tuned = OPS[op]
+    case = ops.op_case(tuned.contest, *sizes, tier=tuned.tier, targets={})
+    return replace(case, build=lambda *arguments: trials.with_trials(tuned.lists, change(case.build(*arguments))))
+
+
+def _against_fallback(rival: str, contest: Contest) -> Contest:
+    return replace(contest, rivals={rival: contest.fallback}, partial={})
 
 
 def measure(case: OpCase, device: torch.device) -> OpResult:
@@ -159,18 +199,19 @@ def rows_of(
     """
     rows = []
     for case in cases:
+        tuned = OPS[case.key.op]
         try:
             result = asdict(measure(case))
-            if case.tier == EXACT:
+            if tuned.exact is None:
                 rows.append(row_of(case.key, result))
             else:
-                exact = tune_tiers.exact_milliseconds(case.key, result["timings"], rows)
-                rows.append(_row(case.key, result, exact, tune_tiers.EXACT))
+                exact = tune_tiers.exact_milliseconds(tuned.exact, case.key, result["timings"], rows)
+                rows.append(_row(case.key, result, exact, tuned.rival))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # Triton raises many kinds for a GPU that it does not know
             report(f"{case.name}: {type(error).__name__}: {error}")
-            rows.append(_row(case.key, NO_RESULT, None, FALLBACKS.get(case.key.op, tune_tiers.EXACT)))
+            rows.append(_row(case.key, NO_RESULT, None, tuned.rival))
     return rows
 
 
@@ -180,7 +221,7 @@ def row_of(key: OpKey, result: dict) -> dict:
     The rival is the fastest one that computes all of the op, and so has an error. "sdpa" is in the row if the rival is
     a backend that PyTorch's attention should be told to take."""
     timings = result["timings"]
-    by_tune = {kernel.name for _, kernel in trials.kernels_by_tune(key.op)}
+    by_tune = {kernel.name for _, kernel in trials.kernels_by_tune(OPS[key.op].lists)}
     others = {name: t for name, t in timings.items() if name not in by_tune and not t["is_ours"]}
     whole = {name: t for name, t in others.items() if None not in (t["error"], t["milliseconds"])}
     rivals = {name: timing["milliseconds"] for name, timing in whole.items()}
@@ -195,5 +236,5 @@ def _row(key: OpKey, result: dict, rival: float | None, rival_name: str) -> dict
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
     times = {"ours": ours and round(ours, 4), "rival": rival and round(rival, 4)}
     row = {"op": key.op, "dtype": "bfloat16", "shape": list(key.shape), **times, "rival_name": rival_name}
-    kernels = trials.times_of_trials(key.op, timings)
+    kernels = trials.times_of_trials(OPS[key.op].lists, timings)
     return {**row, "kernels": kernels} if kernels else row
