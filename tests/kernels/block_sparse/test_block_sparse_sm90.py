@@ -84,6 +84,7 @@ def assert_as_good(actual: torch.Tensor, qkv: QuantizedQKV, found: Lists):
     [
         ({}, None),
         ({"dtype": torch.float32}, "float32"),
+        ({"head_dim": 96}, "head_dim 96"),
         ({"block_k": 64}, "blocks of 192 queries and 64 keys"),
         ({"block_q": 128}, "blocks of 128 queries and 128 keys"),
     ],
