@@ -14,7 +14,7 @@ from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench.cases import build_pipeline
 from turbo_rcm_patch.bench.coding import decode_flops
 from turbo_rcm_patch.bench.compare import compare
-from turbo_rcm_patch.bench.report import NO_SPEED_UPS, comparison_table, plot, side_by_side
+from turbo_rcm_patch.bench.report import NO_SPEED_UPS, comparison_table, plot
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
 from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.embedded import load_embedded_pipeline
@@ -200,16 +200,14 @@ def test_reports(pipe, tmp_path):
         table = comparison_table(dataclasses.replace(comparison, environment=environment))
         assert ("speed-up of the total" in table, NO_SPEED_UPS in table) == (gpu is not None, gpu is None)
     assert json.loads(json.dumps(comparison.to_dict()))["variants"][1]["frames"]["cosine"] == pytest.approx(1.0)
-    frames, height, width, _ = comparison.variants[0].video.shape
-    videos, gain = side_by_side(comparison)
-    assert videos.shape == (frames, height, 3 * width, 3)
-    first, second, difference = np.split(videos, 3, axis=2)
+    difference, gain = comparison.difference()
+    first, second = (variant.video for variant in comparison.variants)
     assert np.array_equal(difference, gain * np.abs(second - first))
     assert 0.5 < difference.max() <= 1
     assert comparison.to_dict()["difference_gain"] == gain > 1
     equal = dataclasses.replace(comparison, variants=comparison.variants[:1] * 2)
-    assert side_by_side(equal)[1] == 1
-    assert side_by_side(equal)[0][:, :, 2 * width :].max() == 0
+    difference, gain = equal.difference()
+    assert (difference.max(), gain) == (0, 1)
     plot(comparison, tmp_path / "stages.png")
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
 

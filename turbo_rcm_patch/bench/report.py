@@ -1,4 +1,4 @@
-"""Show timings, comparison, verification and evaluation as tables, and comparisons also as plot and video."""
+"""Show timings, comparison, verification and evaluation as tables, and comparisons also as a plot."""
 
 from __future__ import annotations
 
@@ -185,15 +185,6 @@ def _format_percent(value: Accuracy | Change | None, sign: str = "", with_error:
 
 def _format_decibels(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
-
-
-def side_by_side(comparison: Comparison) -> tuple[np.ndarray, int]:
-    """Return the variants' videos side by side, [F, H, (variants + 1) * W, 3] in [0, 1], and a factor.
-
-    The last one is the difference of the patched video to the first one, multiplied by the factor.
-    """
-    difference, gain = comparison.difference()
-    return np.concatenate([*(variant.video for variant in comparison.variants), difference], axis=2), gain
 
 
 def plot(comparison: Comparison, path: str | Path) -> None:

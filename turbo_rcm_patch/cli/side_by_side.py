@@ -9,7 +9,6 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from ..bench.compare import Comparison
-from ..bench.report import side_by_side
 from .files import replacing, write_video
 
 FPS = 16
@@ -22,7 +21,8 @@ STRIP = 16  # mp4 files have sizes that this divides
 def write_side_by_side(path: Path, comparison: Comparison) -> str:
     """Write the comparison, and return a sentence on it. A PNG gets the first, middle and last frame, one below the
     other."""
-    videos, gain = side_by_side(comparison)
+    difference, gain = comparison.difference()
+    videos = np.concatenate([*(variant.video for variant in comparison.variants), difference], axis=2)
     names = [variant.name for variant in comparison.variants]
     frames = under_names(np.round(255 * videos).astype(np.uint8), [*names, f"difference, times {gain}"])
     suffix = path.suffix.lower()
