@@ -73,8 +73,6 @@ def test_gpu_ssim_is_the_same():
 def test_ssim_of_frames_smaller_than_its_window():
     frames = torch.rand(1, 2, 10, 64, 3)
     assert Difference.of_frames(frames, frames).ssim is None
-    with pytest.raises(ValueError, match="smaller than a window of 11²"):
-        ssim(frames, frames)
 
 
 def test_nan_never_passes_for_equal():

@@ -48,16 +48,16 @@ def frame_psnr(actual: torch.Tensor, reference: torch.Tensor, cap: float = 100.0
     return (-10 * mean_squared_error.log10()).clamp(max=cap)
 
 
-def ssim(actual: torch.Tensor, reference: torch.Tensor, device: torch.device | None = None) -> float:
+def ssim(actual: torch.Tensor, reference: torch.Tensor, device: torch.device | None = None) -> float | None:
     """Return the structural similarity (Wang et al. 2004) of frames [..., H, W, C] in [0, 1].
 
     It is 1 for equal frames: the mean over frames, channels, and all Gaussian windows of 11×11 pixels that are within a
-    frame. Raises ValueError for frames smaller than a window.
+    frame. None for frames smaller than a window.
 
     device: where a frame at a time is compared. A GPU takes milliseconds for a frame, a CPU half a second at 832×480.
     """
     if min(actual.shape[-3:-1]) < SSIM_WINDOW:
-        raise ValueError(f"frames of {list(actual.shape[-3:-1])} pixels are smaller than a window of {SSIM_WINDOW}².")
+        return None
     pairs = zip(*(x.detach().flatten(0, -4).movedim(-1, 1) for x in (actual, reference)), strict=True)
     return torch.stack([_ssim_of_frame(*(frame.to(device) for frame in pair)) for pair in pairs]).mean().item()
 
@@ -108,5 +108,4 @@ class Difference:
         """Return the differences of frames [..., H, W, C]. device: where their SSIM is computed."""
         decibels = psnr(actual, reference)
         psnr_db = None if decibels == math.inf else decibels
-        similarity = ssim(actual, reference, device) if min(actual.shape[-3:-1]) >= SSIM_WINDOW else None
-        return cls(relative_l2(actual, reference), cosine(actual, reference), psnr_db, similarity)
+        return cls(relative_l2(actual, reference), cosine(actual, reference), psnr_db, ssim(actual, reference, device))

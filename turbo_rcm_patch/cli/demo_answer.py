@@ -43,10 +43,8 @@ def as_error(text: str) -> str:
 
 def as_bars(stages: Mapping[str, Stages]) -> str:
     """Return a bar for each video, of a length as its time, in the stages' colours, and a legend."""
-    if not stages:
-        return ""
     totals = {name: sum(seconds for _, seconds in parts) for name, parts in stages.items()}
-    longest = max(totals.values()) or 1.0
+    longest = max(totals.values())
     rows = []
     for name, parts in stages.items():
         pieces = "".join(
