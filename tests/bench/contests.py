@@ -1,4 +1,4 @@
-"""What the tests of contests share."""
+"""A stand-in for torch.compile and a check of errors, for the tests of contests."""
 
 from dataclasses import replace
 
