@@ -367,7 +367,7 @@ def test_errors():
             conv_skip(x, weight[:, :1], bias, small, **options)
     with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
         conv_skip(x, weight, bias, residual.half())
-    with pytest.raises(ValueError, match=r"no kernel can run \(sm_90 Gluon: float64"):
+    with pytest.raises(ValueError, match=r"no kernel can run \(.*portable Triton: float64"):
         conv_skip(*wide((x, weight, bias, residual)), implementation="triton")
     with pytest.raises(ValueError, match="implementation='cudnn' is unknown"):
         conv_skip(x, weight, bias, residual, implementation="cudnn")

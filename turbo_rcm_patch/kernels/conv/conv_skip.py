@@ -10,12 +10,15 @@ zeros. The sums are in fp32 and rounded once. No gradient: under autograd the re
     interleave   with 2, W has the rows for two frames, one after the other. Result frame 2t + i comes from rows i.
     residual     of an upsampled result it may have half the frames, rows or columns. Each of these is then read twice.
 
-The portable kernel is in conv_portable.py. For sm_90 conv_sm90.py has a kernel that takes most sizes.
+The portable kernel is in conv_portable.py. For sm_90 conv_sm90.py has a kernel that takes most sizes, and
+conv_rows_sm90.py one for 96 channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,8 +26,9 @@ from .. import reference
 from ..choice.measured import why_torch
 from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, Spec, spec_of, why_not_ours, why_not_reference
 from ..dispatch import is_sm90, kernels_op
-from . import conv_portable, conv_sm90
+from . import conv_portable, conv_rows_sm90, conv_sm90
 from .conv_pytorch import convolve
+from .conv_rows_sm90 import ROWS_ONCE
 from .conv_tiles import residual_repeats
 from .conv_weight import pack_weight
 
@@ -156,11 +160,14 @@ def _conv_skip(
     return x.new_empty(result_shape(x, weight, front, upsample, interleave))
 
 
-def _launch_gluon(x, weight, bias, residual, front, upsample, interleave):
-    """Launch the kernel for sm_90, or the portable one if operands are not aligned. Takes `_conv_skip`'s arguments."""
+def _launch_gluon(launch: Callable, x, weight, bias, residual, front, upsample, interleave):
+    """Launch a kernel for sm_90, or the portable one if operands are not aligned.
+
+    launch: the launcher of the kernel for sm_90. The rest are `_conv_skip`'s arguments.
+    """
     out, x, front, weight, bias, residual = _packed(x, weight, bias, residual, front, upsample, interleave)
     if conv_sm90.fits_tma(x, front, weight, residual):
-        conv_sm90.launch(x, front, weight, bias, residual, out, upsample, interleave)
+        launch(x, front, weight, bias, residual, out, upsample, interleave)
     else:
         conv_portable.launch(x, front, weight, bias, residual, out, upsample, interleave)
     return out
@@ -206,7 +213,13 @@ def _why_not_pytorch(spec: ConvSpec) -> str | None:
 CONV_SKIP = Op(
     "conv_skip",
     (
-        Kernel(GLUON, _why_not_gluon, _conv_skip.launch(GLUON, _launch_gluon)),
+        Kernel(
+            ROWS_ONCE,
+            _why_not_gluon,
+            _conv_skip.launch(ROWS_ONCE, partial(_launch_gluon, conv_rows_sm90.launch)),
+            by_tune=True,
+        ),
+        Kernel(GLUON, _why_not_gluon, _conv_skip.launch(GLUON, partial(_launch_gluon, conv_sm90.launch))),
         Kernel(PORTABLE, _why_not_fused, _conv_skip.launch(PORTABLE, _launch_portable)),
         Kernel(CONVOLUTION, _why_not_pytorch, convolve, is_fused=False),
         Kernel(REFERENCE, why_not_reference, reference.conv_skip, is_fused=False),

@@ -173,10 +173,10 @@ def _launch_columns(
     launch_kernel(
         conv_kernel,
         (min(tiles, device_properties(x.device)[1]),),
-        *(_descriptor(frames, 1, *box, size) for frames, size in product(images, (depth, rest))),
-        *(_descriptor(rows, columns, size) for size in (depth, rest)),
-        *(_descriptor(rows, tail, tail and size) for size in (depth, rest)),
-        *(_descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
+        *(descriptor(frames, 1, *box, size) for frames, size in product(images, (depth, rest))),
+        *(descriptor(rows, columns, size) for size in (depth, rest)),
+        *(descriptor(rows, tail, tail and size) for size in (depth, rest)),
+        *(descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
         *(factor, bias),
         *(boxes, T, H, W, N),
         C=C,
@@ -192,7 +192,7 @@ def _launch_columns(
     )
 
 
-def _descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | None:
+def descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | None:
     """Return a TMA descriptor, or None without a tensor or columns."""
     if tensor is None or not box[-1]:
         return None

@@ -1,0 +1,75 @@
+"""The launch of the convolution on sm_90 that loads each row of pixels once for the three rows of the window.
+
+It serves results of 96 channels. There the loads of the usual kernel (conv_sm90.py) are the limit: its tiles have few
+products for each byte. It runs only where `turbo-rcm tune` found it the fastest. The kernel is in
+conv_rows_sm90_kernel.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..choice.registry import GLUON
+from ..dispatch import device_properties
+from ..launch import launch_kernel
+from ..sizes import cdiv
+from . import conv_sm90
+from .conv_sm90 import choose_tile, descriptor
+
+if conv_sm90.GLUON_ERROR is None:
+    from .conv_rows_sm90_kernel import ROWS, conv_rows_kernel
+
+ROWS_ONCE = f"{GLUON}, rows loaded once"
+TILE = (64, 32)  # columns, and of the tail
+PIXELS, DEPTH = 64, 32  # of a row of a tile; channels of a step
+STAGES = 3  # of 50 KiB, beside a staging buffer of 72 KiB
+
+
+def launch(
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
+) -> None:  # fmt: skip
+    """Do what conv_sm90's `launch` does, with this kernel where it can run."""
+    if fits(x.device, out.shape, weight.shape, upsample, interleave):
+        _launch_rows(x, front, weight, bias, residual, out)
+    else:
+        conv_sm90.launch(x, front, weight, bias, residual, out, upsample, interleave)
+
+
+def fits(
+    device: torch.device, shape: tuple[int, ...], weight_shape: tuple[int, ...], upsample: bool, interleave: int
+) -> bool:
+    """True if the kernel can run and has a tile for each multiprocessor. shape: of the result, [B, T, H, W, N]."""
+    if upsample or interleave > 1 or weight_shape[2] == 1 or choose_tile(shape[4], False, 1) != TILE:
+        return False
+    return _count_boxes(*shape[:4]) * cdiv(shape[4], sum(TILE)) >= device_properties(device)[1]
+
+
+def _count_boxes(B: int, T: int, H: int, W: int) -> int:
+    return B * T * cdiv(H, 2 * ROWS.value) * cdiv(W, PIXELS)
+
+
+def _launch_rows(
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
+    _, _, H, W, C = x.shape
+    B, T, _, _, N = out.shape
+    kt = weight.shape[1]
+    boxes, (columns, tail) = _count_boxes(B, T, H, W), TILE
+    images = (None if frames is None else frames.view(-1, H, W, C) for frames in (x, front))
+    rows = weight.view(N, -1)
+    results = (None if tensor is None else tensor.view(-1, H, 1, W, N) for tensor in (residual, out))
+    launch_kernel(
+        conv_rows_kernel,
+        (min(boxes * cdiv(N, columns + tail), device_properties(x.device)[1]),),
+        *(descriptor(frames, 1, 1, PIXELS, DEPTH) for frames in images),
+        *(descriptor(rows, part, DEPTH) for part in TILE),
+        *(descriptor(tensor, 1, 1, 1, PIXELS, tail) for tensor in results),
+        *(bias, boxes, T, H, W, N),
+        C=C,
+        KT=kt,
+        TAIL=tail,
+        STAGES=STAGES,
+        num_warps=4,
+    )
