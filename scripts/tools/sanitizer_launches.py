@@ -22,8 +22,7 @@ from turbo_rcm_patch.kernels.block_sparse.block_sparse_attention import (
 from turbo_rcm_patch.kernels.coefficient import Runs
 from turbo_rcm_patch.kernels.conv import conv_rows_sm90, conv_sm90
 from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT
-from turbo_rcm_patch.kernels.conv.conv_rows_sm90 import ROWS_ONCE
-from turbo_rcm_patch.kernels.conv.conv_skip import CONV_SKIP, ConvSpec, conv_skip
+from turbo_rcm_patch.kernels.conv.conv_skip import ConvSpec, conv_skip
 from turbo_rcm_patch.kernels.dispatch import KERNEL_DTYPES, SM90
 from turbo_rcm_patch.kernels.linear import gemm_sm90
 from turbo_rcm_patch.kernels.linear.linear import linear_8bit, linear_low_rank
@@ -148,9 +147,6 @@ def launch_convolutions(device: torch.device) -> None:
         conv_skip(x, weight[:, :1], bias, upsample=True)
         conv_skip(x[:, :3], weight[:, :1], bias, residual, upsample=True)  # which counts twice in every dimension
         conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
-        with CONV_SKIP.trying(CONV_SKIP.named(ROWS_ONCE)), contextlib.suppress(ValueError):  # of another architecture
-            conv_skip(x, weight, bias, residual)
-            conv_skip(x[:, 2:], weight, bias, front=x[:, :2])
 
 
 def launch_convolutions_of_8_bits(device: torch.device) -> None:

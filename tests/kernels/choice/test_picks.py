@@ -10,7 +10,8 @@ from turbo_rcm_patch.kernels.attention import attention as attention_op
 from turbo_rcm_patch.kernels.attention import attention_portable, attention_sm90
 from turbo_rcm_patch.kernels.choice import measured
 from turbo_rcm_patch.kernels.choice.registry import GLUON, PORTABLE
-from turbo_rcm_patch.kernels.conv import conv_portable, conv_sm90
+from turbo_rcm_patch.kernels.conv import conv_portable, conv_rows_sm90, conv_sm90
+from turbo_rcm_patch.kernels.conv.conv_rows_sm90 import ROWS_ONCE
 
 CUDA, CPU, META = torch.device("cuda"), torch.device("cpu"), torch.device("meta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -155,7 +156,7 @@ def test_sdpas_backend_is_pytorchs_own_choice(monkeypatch):
 def launched(monkeypatch):
     """The names of the kernels that ops launch, on a CPU that counts as a GPU of sm_90 with four multiprocessors."""
     names = []
-    for module in (attention_portable, attention_sm90, conv_portable, conv_sm90):
+    for module in (attention_portable, attention_sm90, conv_portable, conv_rows_sm90, conv_sm90):
         monkeypatch.setattr(module, "launch_kernel", lambda kernel, *_, **__: names.append(kernel.__name__))
     monkeypatch.setattr(dispatch, "is_sm90", lambda device: True)
     monkeypatch.setattr(dispatch, "is_computed_wrongly", lambda *_: False)
@@ -293,16 +294,20 @@ def test_the_block_sparse_attention_that_is_picked_is_launched(dtype, head_dim, 
 
 # conv_skip
 
+NARROW = f"{PORTABLE} (fewer than 64 channels of the result, or no multiple of 8)"
 CONVOLUTIONS = {  # T, H, W, C, N, kt, kh, upsample, interleave
-    "3×3×3": (BF16, (2, 9, 17, 96, 96, 3, 3, False, 1), GLUON),
+    "96 channels": (BF16, (2, 9, 17, 96, 96, 3, 3, False, 1), ROWS_ONCE),
+    "96 channels of an image": (FP16, (4, 6, 64, 32, 96, 1, 3, False, 1), ROWS_ONCE),
+    "96 channels, few rows": (BF16, (1, 6, 100, 96, 96, 3, 3, False, 1), GLUON),
+    "3×3×3": (BF16, (2, 9, 17, 96, 192, 3, 3, False, 1), GLUON),
     "upsampled": (FP16, (1, 9, 17, 64, 192, 1, 3, True, 1), GLUON),
     "interleaved": (BF16, (4, 9, 17, 64, 192, 3, 1, False, 2), GLUON),
     "pixels": (BF16, (4, 16, 16, 32, 64, 1, 1, False, 1), GLUON),
     "fp32": (FP32, (2, 9, 17, 96, 96, 3, 3, False, 1), PORTABLE + " (float32 tensors)"),
     "channels": (BF16, (2, 9, 17, 16, 96, 3, 3, False, 1), PORTABLE + " (channels that are no multiple of 32)"),
-    "last": (BF16, (2, 9, 17, 96, 3, 3, 3, False, 1), PORTABLE + " (fewer than 64 channels of the result"),
-    "odd": (BF16, (2, 9, 17, 96, 100, 3, 3, False, 1), PORTABLE + " (fewer than 64 channels of the result"),
-    "two phases": (BF16, (1, 9, 17, 64, 72, 1, 3, True, 1), PORTABLE + " (tiles with columns of two pixels"),
+    "last": (BF16, (2, 9, 17, 96, 3, 3, 3, False, 1), NARROW),
+    "odd": (BF16, (2, 9, 17, 96, 100, 3, 3, False, 1), NARROW),
+    "two phases": (BF16, (1, 9, 17, 64, 72, 1, 3, True, 1), PORTABLE + " (tiles with columns of two pixels or frames)"),
     "few tiles": (BF16, (1, 9, 12, 96, 96, 3, 3, False, 1), PORTABLE + " (fewer tiles than multiprocessors)"),
 }
 
@@ -320,7 +325,7 @@ def test_convolutions(case):
     for name, capability in GPUS.items():
         with dispatch.meta_is_gpu(capability, 4):
             label = convolution(META, dtype, sizes).label
-        assert label.startswith(on_sm_90) if name == "sm_90" else label == PORTABLE
+        assert label == (on_sm_90 if name == "sm_90" else PORTABLE)
     assert convolution(CPU, dtype, sizes, implementation="torch").name == "torch reference"
     assert convolution(CPU, dtype, sizes, implementation="torch", in_model=True).name == "PyTorch convolution"
 
@@ -333,7 +338,8 @@ def test_the_convolution_that_is_picked_is_launched(launched, case):
     options = {"upsample": upsample, "interleave": interleave}
     kernels.conv_skip(x, weight, None, front=front, implementation="triton", **options)
     then = ["_add_window_kernel"] if case == "last" else []  # of a result of few channels
-    assert launched == ["conv_kernel" if expected == GLUON else "_conv_skip_kernel", *then]
+    names = {ROWS_ONCE: "conv_rows_kernel", GLUON: "conv_kernel"}
+    assert launched == [names.get(expected, "_conv_skip_kernel"), *then]
 
 
 @pytest.mark.parametrize("odd", ["x", "front"])
@@ -350,7 +356,8 @@ def test_pytorchs_convolution_is_taken_until_ours_is_measured(cuda, monkeypatch)
         assert pick.kernel.is_fused == (pick.reason is None)
         return pick.reason
 
-    monkeypatch.setattr(conv_sm90, "device_properties", lambda device: ((9, 0), 132))
+    for module in (conv_rows_sm90, conv_sm90):
+        monkeypatch.setattr(module, "device_properties", lambda device: ((9, 0), 132))
     assert reason() is None
     monkeypatch.setattr(conv_sm90, "GLUON_ERROR", NO_TMA)
     assert NO_TMA in reason()

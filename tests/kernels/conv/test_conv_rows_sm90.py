@@ -10,9 +10,10 @@ from tests.kernels import gluon_on_cpu
 from tests.kernels.conv.test_conv_sm90 import MODULES, arguments, check, operands
 from turbo_rcm_patch.kernels import conv_skip, reference
 from turbo_rcm_patch.kernels.conv import conv_rows_sm90, conv_sm90
-from turbo_rcm_patch.kernels.conv.conv_skip import CONV_SKIP
 
 kernel_module = pytest.importorskip("turbo_rcm_patch.kernels.conv.conv_rows_sm90_kernel")
+
+OTHER_SIZES = "not for other windows than 3×3 or other channels of the result than 96"
 
 # B, T, H, W, C, N, kt, kh, upsample, interleave: whole and cut tiles, one row and one column of pixels.
 SIZES = {
@@ -63,23 +64,18 @@ def test_a_wait_too_few_shows(on_cpu):
 @pytest.mark.parametrize(
     ("shape", "weight_shape", "upsample", "interleave", "expected"),
     [
-        ((1, 4, 480, 832, 96), (96, 3, 3, 3, 96), False, 1, True),
-        ((1, 1, 8, 64, 96), (96, 3, 3, 3, 96), False, 1, False),  # fewer tiles than multiprocessors
-        ((1, 4, 240, 416, 192), (192, 3, 3, 3, 192), False, 1, False),  # tiles of 192 columns
-        ((1, 4, 480, 832, 96), (96, 1, 3, 3, 192), True, 1, False),
-        ((1, 4, 480, 832, 96), (192, 3, 1, 1, 96), False, 2, False),
-        ((1, 4, 480, 832, 96), (96, 3, 1, 1, 96), False, 1, False),
+        ((1, 4, 480, 832, 96), (96, 3, 3, 3, 96), False, 1, None),
+        ((1, 1, 480, 832, 64), (96, 1, 3, 3, 64), False, 1, None),
+        ((1, 1, 8, 64, 96), (96, 3, 3, 3, 96), False, 1, "not for fewer tiles than multiprocessors"),
+        ((1, 4, 240, 416, 192), (192, 3, 3, 3, 192), False, 1, OTHER_SIZES),  # tiles of 192 columns
+        ((1, 4, 240, 416, 192), (96, 1, 3, 3, 192), True, 1, OTHER_SIZES),
+        ((1, 4, 480, 832, 96), (192, 3, 1, 1, 96), False, 2, OTHER_SIZES),
+        ((1, 4, 480, 832, 96), (96, 3, 1, 1, 96), False, 1, OTHER_SIZES),
     ],
 )
-def test_other_sizes_take_the_usual_kernel(shape, weight_shape, upsample, interleave, expected, monkeypatch):
+def test_sizes(shape, weight_shape, upsample, interleave, expected, monkeypatch):
     monkeypatch.setattr(conv_rows_sm90, "device_properties", lambda device: ((9, 0), 132))
-    monkeypatch.setattr(conv_rows_sm90, "_launch_rows", lambda *tensors: launched.append("rows"))
-    monkeypatch.setattr(conv_sm90, "launch", lambda *tensors: launched.append("usual"))
-    launched = []
-    assert conv_rows_sm90.fits(torch.device("cpu"), shape, weight_shape, upsample, interleave) is expected
-    x, weight, out = torch.empty(0), torch.empty(weight_shape, device="meta"), torch.empty(shape, device="meta")
-    conv_rows_sm90.launch(x, None, weight, None, None, out, upsample, interleave)
-    assert launched == ["rows" if expected else "usual"]
+    assert conv_rows_sm90.why_not(torch.device("cpu"), shape, weight_shape, upsample, interleave) == expected
 
 
 @pytest.mark.gpu
@@ -100,10 +96,10 @@ def test_matches_the_oracle(name, dtype, sm_90, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_tune_can_try_it(sm_90):
+def test_the_op_takes_it(sm_90):
     if conv_sm90.why_not_on(sm_90, torch.bfloat16) is not None:
         pytest.skip(conv_sm90.why_not_on(sm_90, torch.bfloat16))
     tensors = operands(1, 2, 480, 832, 96, 96, 3, 3, False, 1, sm_90, torch.bfloat16)
-    with CONV_SKIP.trying(CONV_SKIP.named(conv_rows_sm90.ROWS_ONCE)) as picked:
-        check(conv_skip(*tensors), tensors, False, 1)
-    assert [kernel.name for kernel in picked] == [conv_rows_sm90.ROWS_ONCE]
+    out = torch.full_like(tensors[3], torch.nan)
+    conv_rows_sm90.launch(*arguments(tensors, False), out, False, 1)
+    assert torch.equal(conv_skip(*tensors), out)

@@ -1,8 +1,7 @@
 """The launch of the convolution on sm_90 that loads each row of pixels once for the three rows of the window.
 
 It serves results of 96 channels. There the loads of the usual kernel (conv_sm90.py) are the limit: its tiles have few
-products for each byte. It runs only where `turbo-rcm tune` found it the fastest. The kernel is in
-conv_rows_sm90_kernel.py.
+products for each byte. The kernel is in conv_rows_sm90_kernel.py.
 """
 
 from __future__ import annotations
@@ -25,34 +24,28 @@ PIXELS, DEPTH = 64, 32  # of a row of a tile; channels of a step
 STAGES = 3  # of 50 KiB, beside a staging buffer of 72 KiB
 
 
-def launch(
-    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
-) -> None:  # fmt: skip
-    """Do what conv_sm90's `launch` does, with this kernel where it can run."""
-    if fits(x.device, out.shape, weight.shape, upsample, interleave):
-        _launch_rows(x, front, weight, bias, residual, out)
-    else:
-        conv_sm90.launch(x, front, weight, bias, residual, out, upsample, interleave)
-
-
-def fits(
+def why_not(
     device: torch.device, shape: tuple[int, ...], weight_shape: tuple[int, ...], upsample: bool, interleave: int
-) -> bool:
-    """True if the kernel can run and has a tile for each multiprocessor. shape: of the result, [B, T, H, W, N]."""
-    if upsample or interleave > 1 or weight_shape[2] == 1 or choose_tile(shape[4], False, 1) != TILE:
-        return False
-    return _count_boxes(*shape[:4]) * cdiv(shape[4], sum(TILE)) >= device_properties(device)[1]
+) -> str | None:
+    """Return the reason why the kernel cannot or should not run where conv_sm90's `why_not` has none, or None. Takes
+    the arguments of that one."""
+    N, _, kh, _, _ = weight_shape
+    if upsample or interleave > 1 or kh == 1 or choose_tile(N, False, 1) != TILE:
+        return "not for other windows than 3×3 or other channels of the result than 96"
+    if _count_boxes(*shape[:4]) * cdiv(N, sum(TILE)) < device_properties(device)[1]:
+        return "not for fewer tiles than multiprocessors"
+    return None
 
 
 def _count_boxes(B: int, T: int, H: int, W: int) -> int:
     return B * T * cdiv(H, 2 * ROWS.value) * cdiv(W, PIXELS)
 
 
-def _launch_rows(
+def launch(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, out: torch.Tensor,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
 ) -> None:  # fmt: skip
+    """Do what conv_sm90's `launch` does. upsample and interleave: False and 1, as `why_not` accepts them."""
     _, _, H, W, C = x.shape
     B, T, _, _, N = out.shape
     kt = weight.shape[1]

@@ -206,6 +206,11 @@ def _why_not_gluon(spec: ConvSpec) -> str | None:
     return _why_not_fused(spec) or conv_sm90.why_not(spec.device, spec.dtype, *sizes)
 
 
+def _why_not_rows(spec: ConvSpec) -> str | None:
+    sizes = (spec.shape, spec.weight_shape, spec.upsample, spec.interleave)
+    return _why_not_gluon(spec) or conv_rows_sm90.why_not(spec.device, *sizes)
+
+
 def _why_not_pytorch(spec: ConvSpec) -> str | None:
     return why_not_reference(spec) if spec.in_model else "not for an op that is called by itself"
 
@@ -213,12 +218,7 @@ def _why_not_pytorch(spec: ConvSpec) -> str | None:
 CONV_SKIP = Op(
     "conv_skip",
     (
-        Kernel(
-            ROWS_ONCE,
-            _why_not_gluon,
-            _conv_skip.launch(ROWS_ONCE, partial(_launch_gluon, conv_rows_sm90.launch)),
-            by_tune=True,
-        ),
+        Kernel(ROWS_ONCE, _why_not_rows, _conv_skip.launch(ROWS_ONCE, partial(_launch_gluon, conv_rows_sm90.launch))),
         Kernel(GLUON, _why_not_gluon, _conv_skip.launch(GLUON, partial(_launch_gluon, conv_sm90.launch))),
         Kernel(PORTABLE, _why_not_fused, _conv_skip.launch(PORTABLE, _launch_portable)),
         Kernel(CONVOLUTION, _why_not_pytorch, convolve, is_fused=False),
