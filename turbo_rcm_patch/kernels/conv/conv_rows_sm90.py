@@ -16,7 +16,7 @@ from . import conv_sm90
 from .conv_sm90 import choose_tile, descriptor
 
 if conv_sm90.GLUON_ERROR is None:
-    from .conv_rows_sm90_kernel import ROWS, conv_rows_kernel
+    from .conv_rows_sm90_kernel import LOADED, ROWS, conv_rows_kernel
 
 ROWS_ONCE = f"{GLUON}, rows loaded once"
 TILE = (64, 32)  # columns, and of the tail
@@ -56,7 +56,7 @@ def launch(
     launch_kernel(
         conv_rows_kernel,
         (min(boxes * cdiv(N, columns + tail), device_properties(x.device)[1]),),
-        *(descriptor(frames, 1, 1, PIXELS, DEPTH) for frames in images),
+        *(descriptor(frames, 1, LOADED.value, PIXELS, DEPTH) for frames in images),
         *(descriptor(rows, part, DEPTH) for part in TILE),
         *(descriptor(tensor, 1, 1, 1, PIXELS, tail) for tensor in results),
         *(bias, boxes, T, H, W, N),

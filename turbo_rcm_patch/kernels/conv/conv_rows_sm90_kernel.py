@@ -34,6 +34,7 @@ from .conv_sm90_kernel import _as_box, _count_tiles, _locate, _matrix_layout, _s
 
 ROWS = gl.constexpr(3)  # of a consumer
 WINDOW = gl.constexpr(3)  # rows and columns
+LOADED = gl.constexpr(2 * ROWS.value + WINDOW.value - 1)  # rows of x in a step
 
 
 @jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
@@ -41,7 +42,8 @@ def conv_rows_kernel(
     x, front, weight, tail, residual, out, bias, boxes, T, H, W, N,
     C: gl.constexpr, KT: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of the convolution. x to out are TMA descriptors of a row's pixels. residual and bias may be None.
+    """Compute tiles of the convolution. x to out are TMA descriptors: x and front of a step's LOADED rows of pixels,
+    residual and out of one row. residual and bias may be None.
 
     front: the KT − 1 frames before x, or None if x begins with them. T, H, W: x's sizes without these frames.
     weight: [N, KT · 3 · 3 · C]. tail: the same, for the TAIL columns of a tile past a power of two.
@@ -53,7 +55,7 @@ def conv_rows_kernel(
     COLUMNS: gl.constexpr = weight.block_type.shape[0]
     CHUNK: gl.constexpr = out.block_type.shape[4]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    a_rows = gl.allocate_shared_memory(DTYPE, [STAGES * (2 * ROWS + WINDOW - 1), BOX_W, DEPTH], weight.layout)
+    a_rows = gl.allocate_shared_memory(DTYPE, [STAGES * LOADED, BOX_W, DEPTH], weight.layout)
     w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * WINDOW, COLUMNS, DEPTH], weight.layout)
     tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * WINDOW, TAIL, DEPTH], weight.layout)
     STAGING: gl.constexpr = _matrix_layout(CHUNK)
@@ -98,11 +100,11 @@ def _load_operands(x, front, weight, tail, operands, sizes, C: gl.constexpr, KT:
     COLUMNS: gl.constexpr = w_tiles.shape[1]
     TAIL: gl.constexpr = tail_tiles.shape[1]
     STAGES: gl.constexpr = w_tiles.shape[0] // WINDOW
-    LOADED: gl.constexpr = 2 * ROWS + WINDOW - 1
     CHUNKS: gl.constexpr = C // DEPTH
     FRONT: gl.constexpr = 0 if front is None else KT - 1
     K: gl.constexpr = KT * WINDOW * WINDOW * C
     frames_of_x = T + KT - 1 - FRONT
+    boxes = reinterpret(a_rows, x.dtype, [STAGES, 1, LOADED, BOX_W, DEPTH], x.layout)  # all rows of a step
     step = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, COLUMNS + TAIL), gl.num_programs(0)):
         sample, frame, top, left, _, _, column = _locate(tile, sizes, K, False, 2 * ROWS, BOX_W, COLUMNS + TAIL, 1, 0)
@@ -117,13 +119,11 @@ def _load_operands(x, front, weight, tail, operands, sizes, C: gl.constexpr, KT:
             arrived = full.index(slot)
             mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
             mbarrier.expect(arrived, (LOADED * BOX_W + WINDOW * (COLUMNS + TAIL)) * DEPTH * 2)
-            for row in gl.static_range(LOADED):
-                place = [image, top + row - 1, left + window_x - 1, c]
-                pixels = reinterpret(a_rows.index(slot * LOADED + row), x.dtype, [1, 1, BOX_W, DEPTH], x.layout)
-                # Two predicated loads, because a branch would make the consumers spill registers.
-                if front is not None:
-                    tma_load(front, place, arrived, pixels, pred=in_front)
-                tma_load(x, place, arrived, pixels, pred=not in_front)
+            place = [image, top - 1, left + window_x - 1, c]
+            # Two predicated loads, because a branch would make the consumers spill registers.
+            if front is not None:
+                tma_load(front, place, arrived, boxes.index(slot), pred=in_front)
+            tma_load(x, place, arrived, boxes.index(slot), pred=not in_front)
             for window_y in gl.static_range(WINDOW):
                 of_window = ((window_t * WINDOW + window_y) * WINDOW + window_x) * C + c
                 tma_load(weight, [column, of_window], arrived, w_tiles.index(slot * WINDOW + window_y))
@@ -204,7 +204,7 @@ def _read_rows(operands, step, CONSUMER: gl.constexpr):
     STAGES: gl.constexpr = w_tiles.shape[0] // WINDOW
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, sum_layout(w_tiles.shape[1], 16), 2)
     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-    first = step % STAGES * (2 * ROWS + WINDOW - 1) + CONSUMER * ROWS
+    first = step % STAGES * LOADED + CONSUMER * ROWS
     return (
         a_rows.index(first).load(OPERAND),
         a_rows.index(first + 1).load(OPERAND),
