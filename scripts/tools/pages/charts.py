@@ -238,7 +238,7 @@ def _figure(height: float, width: float = 9, rows: int | None = None):
 def _draw_tiers(data: dict):
     """Draw bars from the left, models down, a bar and a colour per tier, with the speed-up at their ends."""
     bars = sum(len(tiers) for tiers in data["models"].values())
-    figure, axes = _figure(1.2 + 0.17 * (bars + len(data["models"])), width=700 / DPI)
+    figure, axes = _figure(1.2 + 0.165 * (bars + len(data["models"])), width=700 / DPI)
     places, top = [], 0
     for tiers in data["models"].values():
         for index, (tier, ratio) in enumerate(tiers.items()):
