@@ -10,13 +10,10 @@ one multiplies while the other reads the rows of its next step.
 The barriers are:
 
     full[slot]   operands of a step arrived
-    empty[slot]  both consumers are done with them, and the warp that loads residuals has seen them arrive
+    empty[slot]  both consumers are done with them
     turns[c]     consumer c may start the products of a step
     staged[c]    consumer c's part of the staging buffer is free, with the residual in it
     free[c]      that part has been stored
-
-A tile's residual is loaded in pieces, one in a step. All programs end their tiles at about the same time, so all of it
-at once would hold up the operands of the next steps.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ def conv_rows_kernel(
     free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2 if residual is None else 3)
+        mbarrier.init(empty.index(slot), count=2)
     for consumer in gl.static_range(2):
         mbarrier.init(turns.index(consumer), count=1)
         mbarrier.init(staged.index(consumer), count=1)
@@ -86,7 +83,7 @@ def conv_rows_kernel(
             (_consume, (0, operands, turns, hand_over, epilogue, K)),
             (_consume, (1, operands, turns, hand_over, epilogue, K)),
             (_load_operands, (x, front, weight, tail, operands, sizes, C, KT)),
-            (_load_residuals, (residual, operands, hand_over, sizes, K)),
+            (_load_residuals, (residual, hand_over, sizes, K)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -135,39 +132,27 @@ def _load_operands(x, front, weight, tail, operands, sizes, C: gl.constexpr, KT:
 
 
 @gluon.jit
-def _load_residuals(residual, operands, hand_over, sizes, K: gl.constexpr):
+def _load_residuals(residual, hand_over, sizes, K: gl.constexpr):
     """Hand each consumer its part of the staging buffer, with the residual loaded if there is one, in one warp."""
-    _, w_tiles, _, full, empty = operands
     staging, staged, free = hand_over
     _, T, _, _, _ = sizes
     BOX_W: gl.constexpr = staging.shape[1]
     CHUNK: gl.constexpr = staging.shape[2]
     CHUNKS: gl.constexpr = staging.shape[0] // (2 * ROWS)
-    PIECES: gl.constexpr = ROWS * CHUNKS  # of a consumer
-    STAGES: gl.constexpr = w_tiles.shape[0] // WINDOW
-    STEPS: gl.constexpr = K // (WINDOW * w_tiles.shape[2])
-    A_STEP: gl.constexpr = gl.cdiv(PIECES, STEPS)
-    step = 0
     count = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, CHUNKS * CHUNK), gl.num_programs(0)):
         sample, frame, top, left, _, _, column = _locate(tile, sizes, K, False, 2 * ROWS, BOX_W, CHUNKS * CHUNK, 1, 0)
         for consumer in gl.static_range(2):
             mbarrier.wait(free.index(consumer), count & 1 ^ 1)
+            arrived = staged.index(consumer)
             if residual is None:
-                mbarrier.arrive(staged.index(consumer))
+                mbarrier.arrive(arrived)
             else:
-                mbarrier.expect(staged.index(consumer), PIECES * BOX_W * CHUNK * 2)
-        if residual is not None:
-            for k in range(STEPS):
-                mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-                for i in range(k * A_STEP, min(PIECES, (k + 1) * A_STEP)):
-                    for consumer in gl.static_range(2):
-                        row = consumer * ROWS + i // CHUNKS
-                        place = [sample * T + frame, top + row, 0, left, column + i % CHUNKS * CHUNK]
-                        box = _as_box(staging, consumer * PIECES + i, residual)
-                        tma_load(residual, place, staged.index(consumer), box)
-                mbarrier.arrive(empty.index(step % STAGES))
-                step += 1
+                mbarrier.expect(arrived, ROWS * BOX_W * CHUNKS * CHUNK * 2)
+                for i in gl.static_range(ROWS * CHUNKS):
+                    row = consumer * ROWS + i // CHUNKS
+                    place = [sample * T + frame, top + row, 0, left, column + i % CHUNKS * CHUNK]
+                    tma_load(residual, place, arrived, _as_box(staging, consumer * ROWS * CHUNKS + i, residual))
         count += 1  # noqa: SIM113
 
 
