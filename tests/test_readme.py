@@ -8,6 +8,7 @@ import pytest
 
 from scripts.tools import write_pages
 from scripts.tools.pages import ops
+from scripts.tools.pages import steps as steps_page
 from tests.scripts.tools.pages.results import (
     gpu_tests_entry,
     step_run,
@@ -22,6 +23,19 @@ def test_the_readme_and_the_page_are_rendered_from_the_results():
         assert text.count(write_pages.WRITTEN[0].format(part)) == 1
     assert write_pages.with_results(text, ROOT / "results") == text
     assert write_pages.results_page(ROOT / "results") == (ROOT / "results/README.md").read_text()
+
+
+def test_the_page_on_many_gpus_has_the_steps_of_the_results():
+    runs = json.loads((ROOT / "results/nvidia-h200.json").read_text())["runs"]
+    rows = re.findall(r"^\| (?:Wan|the same) .*", (ROOT / "docs/gpus.md").read_text(), re.MULTILINE)
+    models = [f"{model}{{}}{gpus}" for model in ("wan2.1-1.3b", "wan2.1-14b-4-layers") for gpus in ("-2-gpus", "")]
+    for row, model in zip(rows, models, strict=True):
+        names = [model.format(tier) for tier in ("", "-quantized", "-sparse", "-block-sparse")]
+        steps = [steps_page.short_step_row(name, runs[name]) if name in runs else None for name in names]
+        _, _, compiled, *tiers, _ = row.split("|")
+        assert [tier.strip() for tier in tiers] == [step[5] if step else "not timed" for step in steps]
+        fastest, *_, slowest = sorted(step[3] for step in steps if step)
+        assert compiled.strip() in (f"{fastest} to {slowest}", steps[0][3])
 
 
 def test_the_page_says_what_wrote_the_files_that_are_of_no_gpu():
