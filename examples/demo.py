@@ -5,6 +5,8 @@ python examples/demo.py    # writes demo.png, frames of a video
 
 import json
 import os
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from PIL import Image
@@ -16,6 +18,8 @@ with quiet_imports():  # other packages warn while they are imported
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cpu":
+    if version("triton").startswith("3.6.") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4):
+        sys.exit(f'Triton 3.6 cannot interpret kernels with numpy {version("numpy")}: pip install "numpy<2.4"')
     os.environ["TRITON_INTERPRET"] = "1"  # the kernels then run in Triton's interpreter; set before the import
 
 with quiet_imports():

@@ -75,6 +75,14 @@ def test_demo(run_example, tmp_path, capsys, monkeypatch):
     assert iio.imread(tmp_path / "demo.png").shape == (32, 5 * 48, 3)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there kernels are compiled")
+def test_demo_says_which_numpy_the_interpreter_takes(run_example, monkeypatch):
+    installed = {"triton": "3.6.0", "numpy": "2.4.6"}
+    monkeypatch.setattr("importlib.metadata.version", installed.get)
+    with pytest.raises(SystemExit, match=r'numpy 2\.4\.6: pip install "numpy<2\.4"'):
+        run_example("examples/demo.py")
+
+
 @pytest.mark.parametrize("vram", [None, "8GB"])
 def test_turbowan(run_example, tmp_path, capsys, monkeypatch, vram):
     planned = []
