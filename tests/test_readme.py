@@ -85,7 +85,7 @@ def test_the_install_is_as_large_as_it_was_measured(tmp_path):
     start, end = (marker.format("install") for marker in write_pages.WRITTEN)
     text = " ".join(write_pages.with_results(f"{start}{end}", tmp_path).split())
     assert "takes 5.4 GB with torch 2.14 for CUDA, of which this package is 21 MB." in text
-    assert "For a CPU alone it takes 1.0 GB" in text
+    assert "For a CPU alone it takes 1.0 GB: the first line is then `pip install torch --index-url " in text
 
 
 def test_failed_gpu_tests_are_marked():

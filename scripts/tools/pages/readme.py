@@ -170,8 +170,8 @@ def install_line(sizes: dict) -> str:
     gpu, cpu = sizes["gpu"], sizes["cpu"]
     line = (
         f"The install takes {gpu['bytes'] / 1e9:.1f} GB with torch {gpu['torch']} for CUDA, of which this package is "
-        f"{gpu['package_bytes'] / 1e6:.0f} MB. For a CPU alone it takes {cpu['bytes'] / 1e9:.1f} GB: first run "
-        "`pip install torch --index-url https://download.pytorch.org/whl/cpu`."
+        f"{gpu['package_bytes'] / 1e6:.0f} MB. For a CPU alone it takes {cpu['bytes'] / 1e9:.1f} GB: the first "
+        "line is then `pip install torch --index-url https://download.pytorch.org/whl/cpu`."
     )
     return _wrapped(line)
 
