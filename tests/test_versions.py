@@ -99,7 +99,7 @@ def test_the_readme_tells_the_last_gpu_tests():
     ran = passed + sum(last.get(word, 0) for word in ("failed", "error", "errors"))
     share = "all" if passed == ran else f"{passed} of {ran}"
     release = environment["torch"].partition("+")[0]
-    told = f"torch {release} with Triton {environment['triton']} (all timings; {share} GPU tests at commit "
+    told = f"torch {release} with Triton {environment['triton']} (all timings; {share} tests for one GPU at commit "
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert told + environment["commit"][:7] + ")" in readme
 

@@ -1,6 +1,7 @@
 import itertools
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -20,6 +21,11 @@ def inspection(opcode, **changes):
     result = Inspection(**healthy | {"has_low_precision_dot": True} | changes, asm={})
     vars(result)["instructions"] = Counter({opcode: 4})
     return result
+
+
+def test_the_page_names_the_gpus_that_kernels_are_compiled_for():
+    (line,) = re.findall(r"All kernels compile for (.*)", " ".join((ROOT / "docs/start.md").read_text().split()))
+    assert re.findall(r"sm_(\d+)", line.partition(". ")[0]) == [str(number) for number in gate.ARCHITECTURES]
 
 
 @pytest.mark.parametrize("opcode", ["HGMMA.64x256x16.F32.BF16", "IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3"])
