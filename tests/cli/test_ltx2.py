@@ -134,6 +134,13 @@ def test_advice_is_about_a_model_with_sound(model, tmp_path, capsys):
     assert "no few-step distillation.\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("command", "models"), [("generate", "Wan or LTX-2"), ("evaluate", "Wan")])
+def test_help_names_the_models_of_a_command(command, models, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"a diffusers pipeline of {models} (default:" in " ".join(capsys.readouterr().out.split())
+
+
 def test_other_commands(model, capsys, tmp_path):
     for command in ("evaluate", "demo") if find_spec("gradio") else ("evaluate",):
         line = error_of(capsys, command, "--model", model, "--device", "cpu")

@@ -12,7 +12,10 @@ from ..config import PRESETS, VAE_8BIT
 from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
 
-VERBOSE = "show other packages' warnings too; generate: the kernel of every step; info --model: the tiny model's"
+VERBOSE = (
+    "show other packages' warnings too; with generate also the kernel of every step, with info --model also those of "
+    "the tiny model"
+)
 DTYPES = ("float32", "bfloat16", "float16")
 _PROMPT = f"a description of the video; the embedded model knows captions like '{EXAMPLES[0]}'"
 
@@ -63,7 +66,9 @@ def _add_generate(commands) -> None:
     add_distilled_options(parser)
     add_generation_options(parser)
     _add_vram(parser, "the patched pipeline")
-    _add_text_encoder(parser, "store the text encoder's weights in 8 bits: half the memory, slightly other embeddings")
+    _add_text_encoder(
+        parser, "store most of the text encoder's weights in 8 bits: 4 GB less, slightly other embeddings"
+    )
     tiny = "decode with a tiny VAE of TAEHV, such as taew2_1.safetensors: faster, with less memory, of lower quality"
     parser.add_argument("--tiny-vae", type=Path, metavar="FILE", help=tiny)
     _add_vae(parser)
@@ -136,7 +141,7 @@ def _add_evaluate(commands) -> None:
     parser.add_argument(
         "--steps", type=_comma_list, default=(1, 2, 4), help="numbers of denoising steps, 1 to 4 each (default 1,2,4)"
     )
-    _add_sampling_options(parser, height="160", width="224", frames="17")
+    _add_sampling_options(parser, models="Wan", height="160", width="224", frames="17")
     _add_vram(parser, "each variant, the one in fp32 too,")
     parser.set_defaults(image=None, offload=False)
 
@@ -266,14 +271,18 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_sampling_options(
         parser,
+        models="Wan or LTX-2",
         height="480; LTX-2 512; embedded model 160",
         width="832; LTX-2 768; embedded model 224",
         frames="81; LTX-2 121, of the form 8k+1; embedded model 17",
     )
 
 
-def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width: str, frames: str) -> None:
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: a tiny embedded one)")
+def _add_sampling_options(
+    parser: argparse.ArgumentParser, *, models: str, height: str, width: str, frames: str
+) -> None:
+    model = f"a diffusers pipeline of {models} (default: a tiny embedded one)"
+    parser.add_argument("--model", metavar="PATH_OR_ID", help=model)
     parser.add_argument(
         "--preset", default="exact", help=f"the tier of the patch: {', '.join(PRESETS)} (default exact)"
     )
