@@ -23,7 +23,7 @@ from .restoring import Handle, check_restorable
 from .sampling.step_count import Steps, why_not_countable
 from .steps.block_sparse import why_trained_otherwise
 from .steps.plan import SHARED
-from .steps.sparse_linear import use_processors, why_not_sparse
+from .steps.sparse_linear import SelfAttentions, use_processors, why_not_replaceable, why_not_sparse
 from .summary import Row, Section, as_text, plan_rows, transformer_section, unknown_line, vae_rows, vae_section
 from .weights.group_offload import ON_DISK, is_on_disk, update_groups
 from .weights.quantize_linears import convert_weights, convertible_linears, free_originals, refuse_written_weights
@@ -164,11 +164,15 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     if type(config) in _REFUSALS:
         models, _ = _models_of(target)
         check_patchable(models)
-        why_not = _REFUSALS[type(config)]
-        problems = [why_not(name, family_of(model).self_attentions(model)) for name, model in models.items()]
-        if any(problems):
-            raise PatchError("cannot patch: " + " ".join(filter(None, problems)))
+        _refuse(models, _REFUSALS[type(config)])
     return apply_patch(target, config, lambda journal, _, model: replace_computation(journal, model, config))
+
+
+def _refuse(models: dict[str, torch.nn.Module], why_not: Callable[[str, SelfAttentions], str | None]) -> None:
+    """Raise PatchError with the reasons that a function of a model's name and self-attentions gives."""
+    problems = [why_not(name, family_of(model).self_attentions(model)) for name, model in models.items()]
+    if any(problems):
+        raise PatchError("cannot patch: " + " ".join(filter(None, problems)))
 
 
 def replace_computation(journal: Journal, transformer: torch.nn.Module, config: PatchConfig) -> None:
@@ -215,6 +219,8 @@ def _check(
     Raises PatchError if the target cannot be patched, and KeepError if a name in ``config.keep`` does not fit it.
     """
     check_patchable(transformers)
+    if isinstance(config, Sparse):
+        _refuse(transformers, why_not_replaceable)
     for model in transformers.values():
         family_of(model).check_keep(model, config)
     if not transformers and _JOURNAL in vae.__dict__:

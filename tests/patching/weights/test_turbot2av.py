@@ -90,6 +90,21 @@ def test_ltx_2_3_with_its_own_parts(saved):
     assert same(outputs(model, "ltx2.3"), outputs(other, "ltx2.3"))
 
 
+@pytest.mark.parametrize("load", [trp.load_turbodiffusion, trp.load_converted])
+def test_ltx_2_3_is_refused_in_the_sparse_tier(saved, tmp_path, load):
+    """Sparse attention would ignore its perturbation mask."""
+    model, other = tiny_family_transformer("ltx2.3"), student("ltx2.3")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = saved(ltx2_state_dict(other))
+    if load is trp.load_converted:
+        other.save_pretrained(tmp_path / "model")
+        convert_model(tmp_path / "model", path := tmp_path / "out", trp.Quantized(), dtype=torch.float32)
+    with pytest.raises(trp.PatchError, match="cannot have sparse-linear attention"):
+        load(path, model, "sparse")
+    assert same_tensors(model.state_dict(), before)
+    assert "forward" not in vars(model.transformer_blocks[0])
+
+
 @pytest.mark.parametrize("zero", [False, True])
 def test_by_default_attention_is_sparse_without_a_linear_part(saved, zero):
     model, other = tiny_family_transformer("ltx2"), student()

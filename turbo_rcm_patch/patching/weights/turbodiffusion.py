@@ -208,14 +208,12 @@ def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module],
                 f"cannot load: {file.source} was trained with sparse-linear attention (it has proj_l); give "
                 "attention='sagesla' or 'sla', or the preset 'sparse'."
             )
-        attentions = list(family_of(model).self_attentions(model))
+        attentions = family_of(model).self_attentions(model)
         if isinstance(config, Sparse) and not has_linear_part and needs_projections(attentions):
             raise PatchError(
                 f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
                 "attention='dense', or a preset such as 'quantized'."
             )
-        if file.proj_l and (reason := why_not_replaceable(name, attentions)):
-            raise PatchError(f"cannot load: {reason}")
 
 
 def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = True) -> None:
