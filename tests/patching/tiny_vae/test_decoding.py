@@ -162,6 +162,14 @@ def test_a_file_that_does_not_fit_is_refused_by_what_it_has(tmp_path, file, erro
     assert vars(vae) == before
 
 
+def test_a_vae_of_images_with_transparency_is_refused(tmp_path):
+    """Qwen-Image-Layered's: it would lose the transparency of its layers."""
+    vae = tiny_vae("qwen image", input_channels=4)
+    with pytest.raises(ValueError, match="makes images of 3 channels; this VAE's have 4"):
+        trp.use_tiny_vae(vae, tiny_file(tmp_path))
+    assert "decode" not in vars(vae)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "float16"])
 def test_a_dtype_that_no_convolution_has_is_refused(tmp_path, dtype):
     vae = vae_for("taew2_1")

@@ -21,6 +21,7 @@ from .network import EDGE, FIRST, GROWTH, TinyDecoder, layout_of, load
 
 _NETWORK = "_turbo_rcm_patch_tiny_vae"  # the attribute of a VAE that holds the decoder
 OTHERS = ("taehv", "taecvx", "taeos", "taeltx", "taeh3", "taem1", "taesd")  # published for other latents, by file name
+RGB = 3
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which PyTorch has convolutions
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
 GROWN = math.prod(GROWTH)  # frames that a latent frame becomes
@@ -72,7 +73,7 @@ def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None 
     Raises:
         TypeError: the file is no path.
         ValueError: the file cannot be read, has another layout or weights in 8 bits, or is for other latents than the
-            VAE's; or no network computes in the dtype.
+            VAE's; or the VAE's images have transparency; or no network computes in the dtype.
         PatchError: the target has no such VAE, or has a tiny VAE already, or its ``decode`` was replaced.
     """
     vae = _vae_of(target)
@@ -124,6 +125,11 @@ def _check_latents(vae: nn.Module, network: TinyDecoder, file: Path) -> None:
         raise ValueError(
             f"{file.name} decodes latents of {theirs[0]} channels, {theirs[1]} pixels wide each; this VAE's have "
             f"{own[0]} and {own[1]}. taew2_1 is for Wan 2.1, A14B and Qwen-Image, taew2_2 for TI2V-5B."
+        )
+    channels = vae.config.get("input_channels", RGB)  # 4 in Qwen-Image-Layered's
+    if channels != RGB:
+        raise ValueError(
+            f"{file.name} makes images of {RGB} channels; this VAE's have {channels}. Leave the VAE as it is."
         )
 
 
