@@ -6,10 +6,12 @@ Processes that already imported everything fork those of the command and of the 
 import contextlib
 import importlib.util
 import io
+import multiprocessing
 import os
 import pickle
 import signal
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import imageio.v3 as iio
@@ -20,6 +22,8 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 from tests.cli.running import CAPTION, error_of
 from tests.ranks import start_on_cpu, use_one_thread
@@ -74,6 +78,17 @@ def test_a_model_or_a_video_that_does_not_divide(count, frames, message):
     """For a model of the hub the command learns this when it is loaded."""
     with pytest.raises(CommandError, match=f"--gpus {count}: .*{message}"):
         split_among(tiny_wan_pipeline(), {"height": 16, "width": 16, "num_frames": frames}, count)
+
+
+def test_progress_bars_take_no_semaphore(tmp_path, monkeypatch):
+    """Else Python warns of a leak below the error of a process, when the others are killed."""
+    taken = []
+    monkeypatch.delattr(tqdm, "_lock", raising=False)
+    monkeypatch.delattr(TqdmDefaultWriteLock, "mp_lock", raising=False)
+    monkeypatch.setattr(multiprocessing, "RLock", lambda: taken.append("semaphore"))
+    monkeypatch.setattr(commands, "generate", lambda arguments: list(tqdm(range(2))))
+    gpus._one_process(0, Namespace(gpus=1, verbose=False), f"file://{tmp_path}/rendezvous")
+    assert taken == []
 
 
 # What the processes run

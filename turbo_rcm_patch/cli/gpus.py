@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from tqdm import tqdm
 
 from ..wording import counted
 from .errors import CommandError, user_errors
@@ -65,6 +67,7 @@ def on_gpus(arguments: argparse.Namespace) -> int:
 def _one_process(rank: int, arguments: argparse.Namespace, rendezvous: str) -> None:
     """Run one of several processes, on the GPU of its rank."""
     arguments.is_first = rank == 0
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore: Python warns of a leak if this process is killed
     try:
         with _shown_by_first(rank), _without_warnings(arguments), user_errors():
             from .commands import generate
