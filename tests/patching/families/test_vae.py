@@ -77,7 +77,6 @@ def test_a_vae_of_another_class_is_left_alone_and_named():
     others = [
         (AutoencoderKL(block_out_channels=(4,), norm_num_groups=1), "AutoencoderKL"),
         (Finetuned(**options), "Finetuned"),
-        (torch.compile(pipe.vae, backend="eager"), "OptimizedModule"),
     ]
     for vae, name in others:
         pipe.vae = vae
@@ -93,6 +92,17 @@ def test_a_vae_of_another_class_is_left_alone_and_named():
                 trp.patch(vae)
     with pytest.raises(trp.PatchError, match="AutoencoderKL; supported"):
         trp.patch(others[0][0])
+
+
+def test_a_compiled_vae_is_left_alone_with_a_remedy():
+    pipe = tiny_wan_pipeline()
+    pipe.vae = torch.compile(pipe.vae, backend="eager")
+    remedy = "it is compiled; patch it before compiling it"
+    with trp.patch(pipe) as patch:
+        assert f"vae: OptimizedModule, as without the patch: {remedy}\n" in patch.summary()
+        assert not is_patched(pipe.vae._orig_mod)
+    with pytest.raises(trp.PatchError, match=f"cannot patch vae: {remedy}."):
+        trp.patch(pipe.vae)
 
 
 def test_a_pipeline_without_a_vae():

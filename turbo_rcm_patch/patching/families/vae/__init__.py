@@ -40,6 +40,8 @@ def is_vae(model: object) -> bool:
 
 def why_left_alone(vae: nn.Module) -> str | None:
     """Return the reason why a VAE cannot be patched, or None."""
+    if hasattr(vae, "_orig_mod"):
+        return "it is compiled; patch it before compiling it"
     if type(vae) not in VAE:
         return f"its class is {class_path(vae)}, not {' or '.join(known.__name__ for known in VAE)}"
     return "it has no decoder" if vae.decoder is None else why_replaced(vae, "decoder")
