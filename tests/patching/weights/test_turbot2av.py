@@ -98,6 +98,8 @@ def test_ltx_2_3_is_refused_in_the_sparse_tier(saved, tmp_path, load):
     path = saved(ltx2_state_dict(other))
     if load is trp.load_converted:
         other.save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match="cannot have sparse-linear attention"):
+            convert_model(tmp_path / "model", tmp_path / "out", trp.Sparse())
         convert_model(tmp_path / "model", path := tmp_path / "out", trp.Quantized(), dtype=torch.float32)
     with pytest.raises(trp.PatchError, match="cannot have sparse-linear attention"):
         load(path, model, "sparse")

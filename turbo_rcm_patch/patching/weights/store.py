@@ -23,7 +23,7 @@ from ...config import Exact, PatchConfig, Sparse
 from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
 from ..families import family_of, model_in, weights_in
-from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections
+from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections, why_not_replaceable
 from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if
 from .quantize_linears import convertible_linears, format_for, from_file_note, has_format
@@ -60,7 +60,7 @@ def convert_model(
             16 bits stay in ``dtype``.
 
     Raises ValueError, before anything is written, if the source holds no such model, or weights of another tier
-    (trained with sparse-linear attention or not).
+    (trained with sparse-linear attention or not, or of a model that cannot have it).
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty; give a new folder.")
@@ -148,11 +148,14 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
 
 
 def _check_tier(model: _Model, config: PatchConfig) -> None:
-    if isinstance(config, Exact) or not needs_projections(family_of(model.model).self_attentions(model.model)):
+    if isinstance(config, Exact):
         return
-    if bool(model.projections) != isinstance(config, Sparse):
+    attentions, sparse = list(family_of(model.model).self_attentions(model.model)), isinstance(config, Sparse)
+    if bool(model.projections) != sparse and needs_projections(attentions):
         trained, preset = ("with", "sparse") if model.projections else ("without", "quantized")
         raise ValueError(f"{model.title} was trained {trained} sparse-linear attention; give the preset {preset!r}.")
+    if sparse and (reason := why_not_replaceable(model.title, attentions)):
+        raise ValueError(reason)
 
 
 class _Job:
