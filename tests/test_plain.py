@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import ContextParallelConfig
+from diffusers.hooks import apply_context_parallel
+from diffusers.models._modeling_parallel import ContextParallelOutput
 from peft import LoraConfig
 from torch import nn
 
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.plain import linear_of, why_not_linear
+from turbo_rcm_patch.plain import hook_on, linear_of, why_not_linear
 
 CPU = torch.device("cpu")
 TARGET = "blocks.0.attn1.to_q"
@@ -123,3 +126,11 @@ def test_a_subclass_of_pefts_layer_is_called(model):
 def test_other_modules_are_themselves():
     for module in (nn.Linear(2, 3), nn.SiLU()):
         assert linear_of(module) is module
+
+
+def test_context_parallelism_is_one_reason_for_all_layers():
+    """diffusers puts a layer's path into the name of its hook. Helios' summary had 40 reasons in each row."""
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    plan = {name: ContextParallelOutput(gather_dim=1, expected_dims=3) for name in ("0", "1")}
+    apply_context_parallel(layers, ContextParallelConfig(ulysses_degree=2), plan)
+    assert [hook_on(layer) for layer in layers] == ["hook cp_output"] * 2

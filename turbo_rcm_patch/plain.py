@@ -118,7 +118,8 @@ def hook_in_place_of_forward(module: torch.nn.Module, forward: object | None = N
     """Like `hook_on`, but only for hooks that hold a module's forward or replace it."""
     registry = module.__dict__.get("_diffusers_hook")
     if registry is not None and registry.hooks:
-        return f"hook {', '.join(registry.hooks)}"
+        kinds = (name.partition("---")[0] for name in registry.hooks)  # context parallelism adds a path
+        return f"hook {', '.join(kinds)}"
     if "_hf_hook" in module.__dict__:
         return f"hook {type(module._hf_hook).__name__}"
     if module.__dict__.get("forward") is not forward and not _is_class_forward(module):
