@@ -129,7 +129,7 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     if getattr(arguments, "tiny_vae", None) is not None:
         try:
             use_tiny_vae(pipe, arguments.tiny_vae)
-        except ValueError as error:
+        except (ValueError, PatchError) as error:
             raise CommandError(f"--tiny-vae: {error}") from None
     if arguments.offload:
         pipe.enable_model_cpu_offload(device=device)
