@@ -241,7 +241,7 @@ def test_sparse_attention_with_gates_of_heads_and_no_masks(fuse, has_projections
         torch.nn.init.zeros_(block.attn1.proj_l.bias)
     with trp.patch(model, trp.Sparse(topk=1.0, blocks=(16, 8), quantize=(), fuse=fuse)):
         assert relative_error(output_of("ltx2", model), expected) <= 1e-5
-        with pytest.raises(ValueError, match="without a mask"):
+        with pytest.raises(ValueError, match="without a mask; for such a call patch with"):
             output_of("ltx2", model, **CALLS["a mask of the video"][2])
 
 

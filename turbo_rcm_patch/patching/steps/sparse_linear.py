@@ -119,7 +119,10 @@ class SparseAttnProcessor:
         """
         key_rotary_emb = None if isinstance(key_rotary_emb, int) else key_rotary_emb
         if any(given is not None for given in (attention_mask, encoder_hidden_states, key_rotary_emb)):
-            raise ValueError("sparse-linear attention is a self-attention without a mask.")
+            raise ValueError(
+                "sparse-linear attention is a self-attention without a mask; for such a call patch with another "
+                "preset: 'exact', 'quantized' or 'block_sparse'."
+            )
         q, k, v = _project(attn, hidden_states)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         if rotary_emb is not None:
