@@ -33,7 +33,7 @@ def test_generate_writes_the_video_that_the_pipeline_makes(tmp_path, capsys):
     (line,) = (line for line in printed.splitlines() if line.startswith("patched (exact): "))
     if not torch.cuda.is_available():
         assert re.search(
-            r": 0 of \d+ parts of its layers are fused \(the others are not: cpu tensors, .*\); -v shows", line
+            r": 0 of \d+ parts of its layers are fused \(why not the others: cpu tensors, .*\); -v shows", line
         )
     assert "WanTransformer3DModel" not in printed
     seconds = [seconds_of(printed, stage) for stage in stages]

@@ -27,7 +27,7 @@ def test_a_line_counts_what_can_be_fused():
 
     assert in_one_line([row(3), row(2)]) == "5 of 5 parts of its layers are fused"
     rows = [row(3, hooks=1), row(4, nothing_to_fuse=4), row(2, cpu_tensors=2)]
-    assert in_one_line(rows) == "2 of 5 parts of its layers are fused (the others are not: cpu tensors, hooks)"
+    assert in_one_line(rows) == "2 of 5 parts of its layers are fused (why not the others: cpu tensors, hooks)"
     assert in_one_line([row(3)], ["transformer"]).endswith("are fused; the transformer is not patched")
 
 

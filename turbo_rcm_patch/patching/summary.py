@@ -89,7 +89,7 @@ def in_one_line(rows: Iterable[Row], unknown: Iterable[str] = ()) -> str:
     total -= reasons.pop(ALONE, 0)
     text = f"{total - reasons.total()} of {counted(total, 'part')} of its layers are fused"
     if reasons:
-        text += f" (the others are not: {', '.join(reason for reason, _ in reasons.most_common())})"
+        text += f" (why not the others: {', '.join(reason for reason, _ in reasons.most_common())})"
     return text + "".join(f"; the {name} is not patched" for name in unknown)
 
 
