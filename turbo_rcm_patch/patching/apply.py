@@ -219,7 +219,7 @@ def _check(
     Raises PatchError if the target cannot be patched, and KeepError if a name in ``config.keep`` does not fit it.
     """
     check_patchable(transformers)
-    if isinstance(config, Sparse):
+    if isinstance(config, Sparse):  # load_turbodiffusion and load_converted come here too, and bring proj_l later
         _refuse(transformers, why_not_replaceable)
     for model in transformers.values():
         family_of(model).check_keep(model, config)
