@@ -300,10 +300,13 @@ IN_8_BITS = partial(trp.Quantized, restorable=False)
         (IN_8_BITS(), 1.1, {"capability": (8, 9)}),
         (IN_8_BITS(), 1.1, {"options": IMAGE, "call": WITH_IMAGE}),
         (IN_8_BITS(keep=["*.ffn.net.0.proj"]), 1.1, {}),
-        (IN_8_BITS(keep=["*.ffn.net.2"]), 1.5, {}),
-        (IN_8_BITS(keep=["*.attn1.processor"]), 1.3, {}),
+        (IN_8_BITS(keep=["*.ffn.net.2"]), 1.1, {}),
+        (IN_8_BITS(keep=["*.attn1.*", "*.attn2.*"]), 1.1, {}),
+        (IN_8_BITS(keep=["*.attn1.*"]), 1.1, {"options": IMAGE, "call": WITH_IMAGE}),
+        (IN_8_BITS(keep=["*.attn1.processor"]), 1.1, {}),
+        (IN_8_BITS(keep=["*.attn1.processor"]), 1.2, {"options": IMAGE, "call": WITH_IMAGE}),
         (IN_8_BITS(quantize=["attention"]), 1.1, {}),
-        (IN_8_BITS(quantize=["linears"]), 1.3, {}),
+        (IN_8_BITS(quantize=["linears"]), 1.1, {}),
     ],
 )
 def test_options_and_other_cards_take_no_more_than_is_planned(config, most, more):

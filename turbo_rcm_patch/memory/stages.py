@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..config import FUSION_GROUPS, VAE_8BIT, PatchConfig
+from ..keep_list import is_of_attention, keeps_weights
 from ..kernels.dispatch import MINIMUM_CAPABILITY, SM90
 from ..kernels.quantized import FP8_CAPABILITY
 from ..latents import latent_size
@@ -29,7 +30,7 @@ from ..patching.families.vae.chunks import (
 from ..patching.text_encoder import has_graphs, runs_lean
 from ..patching.weights.quantize_linears import quantized_linears
 from ..plain import is_lora_layer
-from ..tiers import BLOCK_SPARSE, EXACT
+from ..tiers import EXACT, QUANTIZED
 from ..wording import with_article
 from . import sound
 
@@ -259,7 +260,7 @@ def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int
     transformer = patched.models[name]
     sizes, tokens = family_of(transformer).blocks[0].sizes, tokens_of(name, patched, video)
     wide = family_of(transformer).compute_dtype(transformer).itemsize
-    in_blocks = _block_bytes(sizes, transformer.config, wide, patched)
+    in_blocks = _block_bytes(transformer, sizes, wide, patched)
     after_blocks = sizes.bytes_after_blocks(transformer.config, wide)
     if patched.own_timesteps:
         table = transformer.scale_shift_table.itemsize
@@ -272,12 +273,12 @@ def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int
     return tokens * in_blocks, tokens * after_blocks
 
 
-def _block_bytes(sizes: Sizes, model: Mapping[str, object], wide: int, patched: Patched) -> int:
+def _block_bytes(transformer: nn.Module, sizes: Sizes, wide: int, patched: Patched) -> int:
     """Return the bytes per token of the largest set of a block's tensors that are alive together.
 
-    model: its config. wide: bytes of a value in its dtype.
+    wide: bytes of a value in the transformer's dtype.
     """
-    config, capability = patched.config, patched.capability
+    config, capability, model = patched.config, patched.capability, transformer.config
     own, exact = (sizes.bytes_per_token(model, wide, tier) for tier in (config.tier, EXACT))
     if config.tier == EXACT:
         if config.linears != "torch" and capability in (None, SM90):
@@ -285,13 +286,23 @@ def _block_bytes(sizes: Sizes, model: Mapping[str, object], wide: int, patched: 
         return own + wide * _width(model)  # the result of PyTorch's linear, to which the skip is added
     if not config.in_8_bits("linears"):
         return max(own, exact)
-    keeps_linears = not all(name.endswith(".processor") for name in config.keep)
-    if keeps_linears or (capability is not None and capability < FP8_CAPABILITY):
+    has_fp8 = capability is None or capability >= FP8_CAPABILITY
+    if not has_fp8 or _keeps(transformer, config, "net.0.proj"):
         # A GELU's result is then quantised in a pass of its own.
         return max(own, exact + sizes.feed_forward(model))
-    if config.keep or not config.in_8_bits("attention"):
-        return max(own, sizes.bytes_per_token(model, wide, BLOCK_SPARSE))  # attention in both dtypes
+    if _keeps(transformer, config, "net.2"):
+        return max(own, exact)
+    if not config.in_8_bits("attention") or any(is_of_attention(name) for name in config.keep):
+        # q, k and v are then not in 8 bits: two tensors of the model's dtype take the place of three in 8 bits.
+        in_8_bits = sizes.bytes_per_token(model, wide, QUANTIZED)
+        return max(own, in_8_bits + (2 * wide - 3) * _width(model))
     return own
+
+
+def _keeps(transformer: nn.Module, config: PatchConfig, linear: str) -> bool:
+    """True if linears of this name stay in the model's dtype, in one block at least."""
+    paths = (path for path, _ in transformer.named_modules() if path.endswith(linear))
+    return any(keeps_weights(path, config.keep) for path in paths)
 
 
 def _width(config: Mapping[str, object]) -> int:
