@@ -9,6 +9,7 @@ Exits with 1 if the step does not fit.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import sys
 import time
@@ -121,6 +122,14 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, whose memory this is about.")
     return options
+
+
+def empty_cache() -> None:
+    """Free the memory that PyTorch keeps for new tensors, on the GPU and pinned."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    # PyTorch 2.11 has no public name.
+    (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ its VAE works in tiles where whole frames do not fit. With --presets too, both r
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import math
 import os
@@ -34,7 +33,7 @@ from transformers import BatchEncoding, CLIPImageProcessor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 import turbo_rcm_patch as trp
-from scripts.benchmarks.memory_cap import with_random_weights
+from scripts.benchmarks.memory_cap import empty_cache, with_random_weights
 from scripts.tools.pages.cards import cards_table
 from turbo_rcm_patch.amounts import parse_amount
 from turbo_rcm_patch.bench.cases import add_random_projections
@@ -316,13 +315,6 @@ def bus_speed(device: torch.device) -> float:
 
 def models_of(pipe: DiffusionPipeline) -> list[nn.Module]:
     return [model for model in pipe.components.values() if isinstance(model, nn.Module)]
-
-
-def empty_cache() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-    # Else the weights that a rival pinned stay beside those that the next one pins. PyTorch 2.11 has no public name.
-    (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

@@ -13,8 +13,9 @@ def test_every_variant_has_a_turn_there_and_one_back(monkeypatch):
     model, states = tiny_wan_transformer(), []
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     offloads = []
-    monkeypatch.setattr(benchmark, "offload", lambda model, device, record_stream: offloads.append(record_stream))
+    monkeypatch.setattr(benchmark, "offload", lambda model, device: offloads.append("offloaded"))
     monkeypatch.setattr(benchmark, "stop_streaming", lambda model: offloads.clear())
+    monkeypatch.setattr(benchmark, "empty_cache", lambda: None)
 
     def measure(model, inputs, repeats):
         states.append((model.blocks[0].ffn.net[2].__class__.__name__, *offloads))
@@ -24,16 +25,20 @@ def test_every_variant_has_a_turn_there_and_one_back(monkeypatch):
 
     monkeypatch.setattr(benchmark, "measure", measure)
     rows = list(benchmark.measure_all(model, (), 3, CPU))
-    assert states == states[::-1]
-    assert states[:5] == [
-        ("Linear",),
-        ("QuantizedLinear",),
-        ("QuantizedLinear", False),
-        ("QuantizedLinear", False),
-        ("Linear", False),
-    ]
-    assert states[5:8] == [(kind, True) for kind, _ in states[2:5]]
-    assert [row["step_seconds"] for row in rows] == [8.5] * 8
-    assert [row["peak_bytes"] for row in rows] == list(range(16, 8, -1))
+    resident, offloaded = ("QuantizedLinear",), ("QuantizedLinear", "offloaded")
+    assert states == [resident, offloaded, offloaded, offloaded, offloaded, resident]
+    assert [row["step_seconds"] for row in rows] == [3.5] * 3
+    assert [row["peak_bytes"] for row in rows] == [6, 5, 4]
     assert list(benchmark.faults_of(rows)) == []
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_step_that_misses_its_limits_is_named():
+    good = {"step_seconds": 1.0, "peak_bytes": 2**30, "finite": True}
+    good |= {"bytes_between_steps": 0, "block_bytes": 0, "other_bytes": 0}
+    rows = [{**good, "weights": benchmark.RESIDENT}, {**good, "weights": benchmark.AFTER}]
+    assert list(benchmark.faults_of(rows)) == []
+    misses = {"step_seconds": 1.2, "peak_bytes": 2**32, "finite": False, "bytes_between_steps": 2**30}
+    for name, value in misses.items():
+        (fault,) = benchmark.faults_of([rows[0], {**rows[1], name: value}])
+        assert fault.startswith(benchmark.AFTER)
