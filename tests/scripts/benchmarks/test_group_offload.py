@@ -1,5 +1,6 @@
 """scripts/benchmarks/group_offload.py: the order of its variants, and the state of the model in each."""
 
+import pytest
 import torch
 
 from scripts.benchmarks import group_offload as benchmark
@@ -33,12 +34,20 @@ def test_every_variant_has_a_turn_there_and_one_back(monkeypatch):
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
-def test_a_step_that_misses_its_limits_is_named():
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"peak_bytes": 4 * 2**30}, "the peak is 4.00 GiB, above 3.5 GiB"),
+        ({"step_seconds": 1.2}, "a step takes 1.20 times the resident one, above 1.1"),
+        ({"bytes_between_steps": 2 * 2**30}, "more than two blocks' weights stay on the GPU"),
+        ({"finite": False}, "the result is not finite"),
+    ],
+)
+def test_a_step_that_misses_a_limit_is_named(changes, fault):
     good = {"step_seconds": 1.0, "peak_bytes": 2**30, "finite": True}
     good |= {"bytes_between_steps": 0, "block_bytes": 0, "other_bytes": 0}
-    rows = [{**good, "weights": benchmark.RESIDENT}, {**good, "weights": benchmark.AFTER}]
-    assert list(benchmark.faults_of(rows)) == []
-    misses = {"step_seconds": 1.2, "peak_bytes": 2**32, "finite": False, "bytes_between_steps": 2**30}
-    for name, value in misses.items():
-        (fault,) = benchmark.faults_of([rows[0], {**rows[1], name: value}])
-        assert fault.startswith(benchmark.AFTER)
+    resident, offloaded = ({**good, "weights": place} for place in (benchmark.RESIDENT, benchmark.AFTER))
+    found = list(benchmark.faults_of([resident, {**offloaded, **changes}]))
+    assert len(found) == (fault is not None)
+    assert all(sentence.startswith(f"{benchmark.AFTER}: {fault}") for sentence in found)

@@ -9,7 +9,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 
-from scripts.benchmarks import gpu_session, group_offload
+from scripts.benchmarks import gpu_session
 from scripts.tools import write_pages
 from scripts.tools.pages import cards, checks, ops, readme, steps
 from scripts.tools.pages.vae import vae_table
@@ -177,27 +177,6 @@ def test_the_newest_gpu_is_first_and_begins_with_a_summary(tmp_path):
 def test_every_target_is_of_a_measurement():
     targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
     assert {name for table in targets for name in table} | {name for name, *_ in steps.SHORT_SECONDS} <= set(all_runs())
-
-
-@pytest.mark.parametrize(
-    ("changes", "faults"),
-    [
-        ({}, []),
-        ({"peak_bytes": 4 * 2**30}, ["the peak is 4.00 GiB, above 3.5 GiB"]),
-        ({"step_seconds": 1.8}, []),
-        (
-            {"step_seconds": 1.8, "weights": group_offload.AFTER + group_offload.RECORD_STREAM},
-            ["a step takes 1.12 times the resident one, above 1.1"],
-        ),
-        ({"bytes_between_steps": 2 * 2**30}, ["more than two blocks' weights stay on the GPU"]),
-        ({"finite": False}, ["the result is not finite"]),
-    ],
-)
-def test_faults_of_group_offloading_are_named(changes, faults):
-    resident, offloaded = OFFLOADED["offloaded_steps"]
-    found = list(group_offload.faults_of([resident, {**offloaded, **changes}]))
-    assert len(found) == len(faults)
-    assert all(fault in sentence for fault, sentence in zip(faults, found, strict=True))
 
 
 def test_a_step_under_a_cap_on_memory():

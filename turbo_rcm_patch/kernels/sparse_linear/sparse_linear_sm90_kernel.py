@@ -135,8 +135,10 @@ def _slot(INDEX: gl.constexpr, i):
 
 @gluon.jit
 def _view(slots, slot, x):
-    """Return a slot as a block of descriptor x."""
-    return reinterpret(slots.index(slot), x.dtype, x.block_type.shape, x.layout)
+    """Return a slot as a block of descriptor x. A smaller block takes the first of the parts that Triton 3.8 wants."""
+    PARTS: gl.constexpr = KEYS * slots.shape[4] // x.block_type.nbytes
+    SHAPE: gl.constexpr = [PARTS, 1, 1, x.block_type.shape[2], x.block_type.shape[3]]
+    return reinterpret(slots.index(slot), x.dtype, SHAPE, x.layout).index(0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
