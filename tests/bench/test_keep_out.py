@@ -55,7 +55,7 @@ def residual(model):
     block.norm2.bias.zero_()
     block.attn2.to_q.weight *= 1e5 / C**0.5
     block.attn2.to_q.weight[:, channel] = 0
-    block.attn2.norm_q.weight *= 30
+    block.attn2.norm_q.weight *= 15
     block.attn2.to_v.bias.zero_()
     block.attn2.to_out[0].bias.zero_()
 
