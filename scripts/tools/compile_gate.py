@@ -3,6 +3,7 @@
     python scripts/tools/compile_gate.py                                   # everything: about an hour on two cores
     python scripts/tools/compile_gate.py --ops linear_skip --architectures 90 120
     python scripts/tools/compile_gate.py --one-in 60                       # what CI has time for
+    python scripts/tools/compile_gate.py --gluon --architectures 90        # Triton's releases differ most in Gluon
 
 The cases are the launches of the calls in scripts/tools/every_launch.py. With --one-in N they are every N-th case of an
 op, on each architecture others, and each kernel's first case once per generation (80, 90, 100, 120). A case fails on:
@@ -40,19 +41,23 @@ def main() -> int:
     parser.add_argument("--ops", nargs="+", default=LAUNCHES, choices=LAUNCHES, metavar="NAME")
     parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES, metavar="90")
     parser.add_argument("--one-in", type=int, default=1, metavar="N", help="compile about one case in N (default: all)")
+    parser.add_argument("--gluon", action="store_true", help="compile the kernels in Gluon alone")
     arguments = parser.parse_args()
     if arguments.one_in < 1:
         parser.error(f"--one-in {arguments.one_in}: give 1 or more.")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        failures = run_all(arguments.ops, arguments.architectures, arguments.one_in)
+        failures = run_all(arguments.ops, arguments.architectures, arguments.one_in, arguments.gluon)
     for failure in failures:
         print(f"FAILED {failure}")
     return 1 if failures else 0
 
 
-def run_all(ops: list[str], architectures: list[int], one_in: int) -> list[str]:
-    """Compile one in `one_in` cases, print one row per architecture and op, and return the failures."""
+def run_all(ops: list[str], architectures: list[int], one_in: int, gluon: bool) -> list[str]:
+    """Compile one in `one_in` cases, print one row per architecture and op, and return the failures.
+
+    gluon: True for the kernels in Gluon alone.
+    """
     # A server imports the package once; every job is a fork of it, so that an aborting compiler ends only that job.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["turbo_rcm_patch.kernels"])
@@ -60,7 +65,7 @@ def run_all(ops: list[str], architectures: list[int], one_in: int) -> list[str]:
     print(ROW.format("arch", "op", "cases", "registers", "shared (KiB)", "limit", ""))
     failures = []
     with ThreadPoolExecutor(PROCESSES) as pool:
-        results = pool.map(lambda job: run_job(context, *job, one_in), jobs)
+        results = pool.map(lambda job: run_job(context, *job, one_in, gluon), jobs)
         for (op, architecture), reports in zip(jobs, results, strict=True):
             failed = [f"sm_{architecture} {r['name']}: {problem}" for r in reports for problem in r["problems"]]
             print(_row(op, architecture, reports, failed), flush=True)
@@ -75,10 +80,10 @@ def _row(op: str, architecture: int, reports: list[dict], failed: list[str]) -> 
     return ROW.format(f"sm_{architecture}", op, len(reports), registers, shared >> 10, limit >> 10, verdict)
 
 
-def run_job(context, op: str, architecture: int, one_in: int) -> list[dict]:
+def run_job(context, op: str, architecture: int, one_in: int, gluon: bool) -> list[dict]:
     """Compile one in `one_in` of an op's cases, if it has any, for one architecture in a separate process."""
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=compile_cases, args=(op, architecture, one_in, sender))
+    process = context.Process(target=compile_cases, args=(op, architecture, one_in, gluon, sender))
     process.start()
     sender.close()
     reports = []
@@ -93,13 +98,14 @@ def run_job(context, op: str, architecture: int, one_in: int) -> list[dict]:
     return reports[:-1]
 
 
-def compile_cases(op: str, architecture: int, one_in: int, sender) -> None:
+def compile_cases(op: str, architecture: int, one_in: int, gluon: bool, sender) -> None:
     """Send a report on one in `one_in` of an op's cases on an architecture (90 for sm_90), then END."""
     from scripts.tools.compile_without_gpu import describe, inspect, shared_memory_limit
 
     capability = divmod(architecture, 10)
     limit = shared_memory_limit(capability)
-    for launch in some_of(launches_of(op, capability), architecture, one_in):
+    launches = [launch for launch in launches_of(op, capability) if not gluon or launch.kernel.is_gluon()]
+    for launch in some_of(launches, architecture, one_in):
         try:
             inspection = inspect(launch, capability)
         except Exception as error:  # whatever the compiler raises is the case's result

@@ -69,15 +69,15 @@ def test_shared_memory_limits():
 
 
 def test_a_job_that_dies_is_reported(monkeypatch):
-    (report,) = gate.run_job(multiprocessing.get_context("fork"), "no_such_op", 90, 1)
+    (report,) = gate.run_job(multiprocessing.get_context("fork"), "no_such_op", 90, 1, False)
     assert report["problems"] == ["the process ended early, after 0 cases"]
     monkeypatch.setattr(gate, "compile_cases", send_one_and_abort)
-    report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_op", 90, 1)
+    report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_op", 90, 1, False)
     assert report == {"name": "first"}
     assert failure == {"name": "some_op", "problems": ["the process ended early, after 1 cases"]}
 
 
-def send_one_and_abort(op, architecture, one_in, sender):
+def send_one_and_abort(op, architecture, one_in, gluon, sender):
     sender.send({"name": "first"})
     os._exit(0)
 
@@ -86,10 +86,10 @@ def test_a_lost_exit_code_is_no_failure(monkeypatch):
     class Process(multiprocessing.context.ForkProcess):
         exitcode = 255  # what another thread's start leaves to read
 
-    monkeypatch.setattr(gate, "compile_cases", lambda op, architecture, one_in, sender: sender.send(gate.END))
+    monkeypatch.setattr(gate, "compile_cases", lambda op, architecture, one_in, gluon, sender: sender.send(gate.END))
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr(context, "Process", Process, raising=False)
-    assert gate.run_job(context, "some_op", 90, 1) == []
+    assert gate.run_job(context, "some_op", 90, 1, False) == []
 
 
 def test_a_share_of_none_is_refused(monkeypatch, capsys):
@@ -154,6 +154,8 @@ multiprocessing.get_context = lambda method: fork  # a server would import every
 fork.set_forkserver_preload = lambda modules: None
 sys.argv = ["compile_gate.py", "--ops", "gelu", "--architectures", "90"]
 assert compile_gate.main() == 0
+sys.argv = ["compile_gate.py", "--ops", "linear_low_rank", "--architectures", "90", "--gluon"]  # one of five cases
+assert compile_gate.main() == 0
 """
 
 
@@ -163,9 +165,9 @@ def test_inspection_of_a_portable_kernel_that_spills_and_of_one_in_gluon_and_the
     command = [sys.executable, "-c", INSPECT_REAL_KERNELS]
     process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
-    row = process.stdout.splitlines()[-1].split()
-    assert row[:3] == ["sm_90", "gelu", "3"]
-    assert row[-1] == "ok"
+    rows = [line.split() for line in process.stdout.splitlines() if line.startswith("sm_90")]
+    assert [row[:3] for row in rows] == [["sm_90", "gelu", "3"], ["sm_90", "linear_low_rank", "1"]]
+    assert {row[-1] for row in rows} == {"ok"}
 
 
 SASS = """
