@@ -261,11 +261,13 @@ def test_a_patched_step_takes_what_its_blocks_take(model_class, options, call, v
     assert needed <= predicted <= 1.1 * needed
 
 
-def predicted_and_counted(config, model_class=WanTransformer3DModel, options=NONE, call=WAN, capability=(9, 0)):
+def predicted_and_counted(
+    config, model_class=WanTransformer3DModel, options=NONE, call=WAN, capability=(9, 0), dtype=torch.bfloat16
+):
     """The bytes of a step by its plan, and those of the tensors that live together in it, on tensors without values."""
     with torch.device("meta"):
         model = model_class(**{"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 1, **options})
-    model = cast_as_loaded(model, torch.bfloat16)
+    model = cast_as_loaded(model, dtype)
     if config.tier != EXACT:  # weights in 8 bits are made of some values; random ones take longer
         model.to_empty(device="cpu").apply(lambda module: [p.data.fill_(1) for p in module.parameters(recurse=False)])
     patched = Patched({"transformer": model}, config, own_timesteps="enable_diffusion_forcing" in call)
@@ -273,7 +275,7 @@ def predicted_and_counted(config, model_class=WanTransformer3DModel, options=NON
     (step,) = stages_of(patched, Video(544, 960, 97))
     shapes = {"encoder_hidden_states": (512, model.config.text_dim), **call}
     given = {
-        name: torch.empty(1, *value, dtype=torch.bfloat16, device="meta") if isinstance(value, tuple) else value
+        name: torch.empty(1, *value, dtype=dtype, device="meta") if isinstance(value, tuple) else value
         for name, value in shapes.items()
     }
     with mock.patch.object(quantize_linears, "capability_of", return_value=capability):
@@ -307,6 +309,9 @@ IN_8_BITS = partial(trp.Quantized, restorable=False)
         (IN_8_BITS(keep=["*.attn1.processor"]), 1.2, {"options": IMAGE, "call": WITH_IMAGE}),
         (IN_8_BITS(quantize=["attention"]), 1.1, {}),
         (IN_8_BITS(quantize=["linears"]), 1.1, {}),
+        (IN_8_BITS(quantize=["linears"]), 1.1, {"dtype": torch.float32}),
+        (IN_8_BITS(keep=["*.attn1.processor"]), 1.1, {"dtype": torch.float32}),
+        (IN_8_BITS(keep=["*.ffn.net.0.proj"]), 1.1, {"dtype": torch.float32}),
     ],
 )
 def test_options_and_other_cards_take_no_more_than_is_planned(config, most, more):
