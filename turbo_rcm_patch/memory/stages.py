@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..config import FUSION_GROUPS, VAE_8BIT, PatchConfig
-from ..keep_list import is_of_attention, keeps_weights
+from ..keep_list import keeps_weights
 from ..kernels.dispatch import MINIMUM_CAPABILITY, SM90
 from ..kernels.quantized import FP8_CAPABILITY
 from ..latents import latent_size
@@ -292,8 +292,8 @@ def _block_bytes(transformer: nn.Module, sizes: Sizes, wide: int, patched: Patch
         return max(own, exact + sizes.feed_forward(model))
     if _keeps(transformer, config, "net.2"):
         return max(own, exact)
-    if not config.in_8_bits("attention") or any(is_of_attention(name) for name in config.keep):
-        # q, k and v are then not in 8 bits: two tensors of the model's dtype take the place of three in 8 bits.
+    if config.keep or not config.in_8_bits("attention"):
+        # q, k or v may then not be in 8 bits: two tensors of the model's dtype take the place of three in 8 bits.
         in_8_bits = sizes.bytes_per_token(model, wide, QUANTIZED)
         return max(own, in_8_bits + (2 * wide - 3) * _width(model))
     return own
