@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/group_offload.py --config wan2.1-14b --json offload.json
 
-The weights are random. A step runs with all weights on the GPU, then with block-level offloading on a stream that is
-enabled after the patch, and before it. All take turns, there and back. ``record_stream=True`` spares the host a wait
-for the GPU after each block. The exit code is 1 if a step with offloading
+The weights are random. A step runs with all weights on the GPU, and with block-level offloading on a stream.
+Offloading is enabled after the patch, or before it. All take turns, there and back. ``record_stream=True`` spares the
+host a wait for the GPU after each block. The exit code is 1 if a step with offloading
 
 - peaks above 3.5 GiB,
 - leaves more than two blocks' weights on the GPU, or
@@ -39,7 +39,8 @@ from turbo_rcm_patch.patching.families.wan.cases import CASES
 GIB = 2**30
 MOST_GIB, MOST_TIMES = 3.5, 1.1  # a step's peak, and its time beside a resident one's
 TIER = "quantized"
-RESIDENT, AFTER, BEFORE = "resident", "offloading enabled after the patch", "offloading enabled before the patch"
+RESIDENT = "resident"
+AFTER, BEFORE = (f"offloading enabled {when} the patch, record_stream" for when in ("after", "before"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -125,10 +125,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def empty_cache() -> None:
-    """Free the memory that PyTorch keeps for new tensors, on the GPU and pinned."""
+    """Free the memory that PyTorch keeps for new tensors, on the GPU and in pinned memory."""
     gc.collect()
     torch.cuda.empty_cache()
-    # PyTorch 2.11 has no public name.
+    # PyTorch 2.11 has no public name for the second.
     (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
 

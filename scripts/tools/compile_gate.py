@@ -63,14 +63,15 @@ def run_all(ops: list[str], architectures: list[int], one_in: int, gluon: bool) 
     context.set_forkserver_preload(["turbo_rcm_patch.kernels"])
     jobs = [(op, architecture) for architecture in architectures for op in ops]
     print(ROW.format("arch", "op", "cases", "registers", "shared (KiB)", "limit", ""))
-    failures = []
+    failures, cases = [], 0
     with ThreadPoolExecutor(PROCESSES) as pool:
         results = pool.map(lambda job: run_job(context, *job, one_in, gluon), jobs)
         for (op, architecture), reports in zip(jobs, results, strict=True):
             failed = [f"sm_{architecture} {r['name']}: {problem}" for r in reports for problem in r["problems"]]
             print(_row(op, architecture, reports, failed), flush=True)
             failures += failed
-    return failures
+            cases += len(reports)
+    return failures if cases else ["no case was compiled"]
 
 
 def _row(op: str, architecture: int, reports: list[dict], failed: list[str]) -> str:

@@ -262,12 +262,22 @@ def test_a_patched_step_takes_what_its_blocks_take(model_class, options, call, v
 
 
 def predicted_and_counted(
-    config, model_class=WanTransformer3DModel, options=NONE, call=WAN, capability=(9, 0), dtype=torch.bfloat16
+    config,
+    model_class=WanTransformer3DModel,
+    options=NONE,
+    call=WAN,
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    lora=None,
 ):
     """The bytes of a step by its plan, and those of the tensors that live together in it, on tensors without values."""
     with torch.device("meta"):
         model = model_class(**{"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 1, **options})
     model = cast_as_loaded(model, dtype)
+    if lora is not None:
+        model.add_adapter(LoraConfig(r=16, target_modules=["to_q", "to_k", "to_v"]))
+        for path, matrix in model.named_parameters():
+            matrix.data = matrix.data.to(lora) if "lora_" in path else matrix.data
     if config.tier != EXACT:  # weights in 8 bits are made of some values; random ones take longer
         model.to_empty(device="cpu").apply(lambda module: [p.data.fill_(1) for p in module.parameters(recurse=False)])
     patched = Patched({"transformer": model}, config, own_timesteps="enable_diffusion_forcing" in call)
@@ -288,6 +298,8 @@ def predicted_and_counted(
 
 IMAGE = {"added_kv_proj_dim": 1536, "image_dim": 1280}
 WITH_IMAGE = {**WAN, "encoder_hidden_states_image": (257, 1280)}
+IN_FP32 = {"dtype": torch.float32}
+WIDE = {"options": {"num_attention_heads": 40, "ffn_dim": 13824}}
 IN_8_BITS = partial(trp.Quantized, restorable=False)
 
 
@@ -303,15 +315,19 @@ IN_8_BITS = partial(trp.Quantized, restorable=False)
         (IN_8_BITS(), 1.1, {"options": IMAGE, "call": WITH_IMAGE}),
         (IN_8_BITS(keep=["*.ffn.net.0.proj"]), 1.1, {}),
         (IN_8_BITS(keep=["*.ffn.net.2"]), 1.1, {}),
-        (IN_8_BITS(keep=["*.attn1.*", "*.attn2.*"]), 1.15, {}),
-        (IN_8_BITS(keep=["*.attn1.to_k"]), 1.2, {"dtype": torch.float32}),
+        (IN_8_BITS(keep=["blocks.0"]), 1.1, {}),
+        (IN_8_BITS(keep=["*.attn1.*", "*.attn2.*"]), 1.1, {}),
+        (IN_8_BITS(keep=["*.attn1.*"]), 1.1, {"options": IMAGE, "call": WITH_IMAGE}),
         (IN_8_BITS(keep=["*.attn1.processor"]), 1.1, {}),
         (IN_8_BITS(keep=["*.attn1.processor"]), 1.2, {"options": IMAGE, "call": WITH_IMAGE}),
         (IN_8_BITS(quantize=["attention"]), 1.1, {}),
         (IN_8_BITS(quantize=["linears"]), 1.1, {}),
-        (IN_8_BITS(quantize=["linears"]), 1.1, {"dtype": torch.float32}),
-        (IN_8_BITS(keep=["*.attn1.processor"]), 1.1, {"dtype": torch.float32}),
-        (IN_8_BITS(keep=["*.ffn.net.0.proj"]), 1.1, {"dtype": torch.float32}),
+        (IN_8_BITS(quantize=["linears"]), 1.1, IN_FP32),
+        (IN_8_BITS(keep=["*.attn1.processor"]), 1.1, IN_FP32),
+        (IN_8_BITS(keep=["*.attn1.to_k"]), 1.2, IN_FP32 | WIDE),
+        (IN_8_BITS(keep=["*.ffn.net.0.proj"]), 1.1, IN_FP32),
+        (IN_8_BITS(keep=["*.attn1.to_q", "*.attn1.to_v"]), 1.2, {"lora": torch.bfloat16} | WIDE),
+        (IN_8_BITS(keep=["*.attn1.to_q", "*.attn1.to_v"]), 1.1, {"lora": torch.float32} | WIDE),
     ],
 )
 def test_options_and_other_cards_take_no_more_than_is_planned(config, most, more):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..config import FUSION_GROUPS, VAE_8BIT, PatchConfig
-from ..keep_list import keeps_weights
+from ..keep_list import is_of_attention, keeps_weights
 from ..kernels.dispatch import MINIMUM_CAPABILITY, SM90
 from ..kernels.quantized import FP8_CAPABILITY
 from ..latents import latent_size
@@ -145,7 +145,7 @@ def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
         in_tiles = None if decoding[1] is None else in_tiles  # for both, or for none
         yield Stage("VAE encoding", ("vae",), whole, in_tiles)
     in_blocks, after_blocks = denoising_bytes("transformer", patched, video)
-    step = samples * in_blocks + kept
+    step = samples * in_blocks + kept + BESIDE_BLOCKS
     yield Stage("denoising", ("transformer",), step, after_blocks=samples * after_blocks + kept)
     yield Stage("decoding", ("vae",), *decoding)
     frames = 3 * video.frames * video.height * video.width * FP32_BYTES  # as postprocessed, perhaps on the GPU
@@ -286,23 +286,32 @@ def _block_bytes(transformer: nn.Module, sizes: Sizes, wide: int, patched: Patch
         return own + wide * _width(model)  # the result of PyTorch's linear, to which the skip is added
     if not config.in_8_bits("linears"):
         return max(own, exact)
+    if config.keep or not config.in_8_bits("attention"):
+        in_8_bits = sizes.bytes_per_token(model, wide, QUANTIZED)
+        own = max(own, in_8_bits + _bytes_of_attention_kept(transformer, wide, config) * _width(model))
+    kept = {path for path in _feed_forward_linears(transformer) if keeps_weights(path, config.keep)}
     has_fp8 = capability is None or capability >= FP8_CAPABILITY
-    if not has_fp8 or _keeps(transformer, config, "net.0.proj"):
+    if not has_fp8 or any(path.removesuffix("0.proj") + "2" not in kept for path in kept if path.endswith("0.proj")):
         # A GELU's result is then quantised in a pass of its own.
         return max(own, exact + sizes.feed_forward(model))
-    if _keeps(transformer, config, "net.2"):
-        return max(own, exact)
-    if config.keep or not config.in_8_bits("attention"):
-        # q, k or v may then not be in 8 bits: two tensors of the model's dtype take the place of three in 8 bits.
-        in_8_bits = sizes.bytes_per_token(model, wide, QUANTIZED)
-        return max(own, in_8_bits + (2 * wide - 3) * _width(model))
-    return own
+    return max(own, exact) if kept else own
 
 
-def _keeps(transformer: nn.Module, config: PatchConfig, linear: str) -> bool:
-    """True if linears of this name stay in the model's dtype, in one block at least."""
-    paths = (path for path, _ in transformer.named_modules() if path.endswith(linear))
-    return any(keeps_weights(path, config.keep) for path in paths)
+def _bytes_of_attention_kept(transformer: nn.Module, wide: int, config: PatchConfig) -> int:
+    """Return the bytes per channel that q, k and v take more if some of them, or the attention, are not in 8 bits.
+
+    wide: bytes of a value in the transformer's dtype.
+    """
+    lora = lora_itemsize(transformer) if config.keep else 0
+    if lora:  # of projections that differ, PEFT's own code runs, with three tensors in the LoRA's dtype
+        return wide + 3 * lora - 3
+    attends_in_8_bits = config.in_8_bits("attention") and not any(is_of_attention(name) for name in config.keep)
+    return wide - 2 if attends_in_8_bits else 2 * wide - 3  # two tensors take the place of three in 8 bits
+
+
+def _feed_forward_linears(transformer: nn.Module) -> Iterator[str]:
+    """Yield the paths of the linears in feed-forwards."""
+    return (path for path, _ in transformer.named_modules() if path.endswith(("net.0.proj", "net.2")))
 
 
 def _width(config: Mapping[str, object]) -> int:

@@ -1,5 +1,7 @@
 """scripts/benchmarks/group_offload.py: the order of its variants, and the state of the model in each."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -13,25 +15,33 @@ def test_every_variant_has_a_turn_there_and_one_back(monkeypatch):
     """A machine that slows down slows all variants alike."""
     model, states = tiny_wan_transformer(), []
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    offloads = []
-    monkeypatch.setattr(benchmark, "offload", lambda model, device: offloads.append("offloaded"))
+    linear, offloads, emptied = model.blocks[0].ffn.net[2], [], []
+    monkeypatch.setattr(benchmark, "offload", lambda model, device: offloads.append(type(linear).__name__))
     monkeypatch.setattr(benchmark, "stop_streaming", lambda model: offloads.clear())
-    monkeypatch.setattr(benchmark, "empty_cache", lambda: None)
+    monkeypatch.setattr(benchmark, "empty_cache", lambda: emptied.append(len(states)))
 
     def measure(model, inputs, repeats):
-        states.append((model.blocks[0].ffn.net[2].__class__.__name__, *offloads))
+        states.append((type(linear).__name__, *offloads))
         seconds = [float(len(states))] * repeats
         sizes = dict.fromkeys(("bytes_between_steps", "block_bytes", "other_bytes"), 0)
         return {"step_seconds": seconds, "peak_bytes": len(states), **sizes, "finite": True}
 
     monkeypatch.setattr(benchmark, "measure", measure)
     rows = list(benchmark.measure_all(model, (), 3, CPU))
-    resident, offloaded = ("QuantizedLinear",), ("QuantizedLinear", "offloaded")
-    assert states == [resident, offloaded, offloaded, offloaded, offloaded, resident]
+    resident, after, before_it = (("QuantizedLinear", *when) for when in ((), ("QuantizedLinear",), ("Linear",)))
+    assert states == [resident, after, before_it, before_it, after, resident]
+    assert emptied == [1, 2, 3, 4, 5, 6]
     assert [row["step_seconds"] for row in rows] == [3.5] * 3
     assert [row["peak_bytes"] for row in rows] == [6, 5, 4]
     assert list(benchmark.faults_of(rows)) == []
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_blocks_stream_as_the_page_on_tiers_says():
+    model = mock.Mock()
+    benchmark.offload(model, CPU)
+    (options,) = (call.kwargs for call in model.enable_group_offload.mock_calls)
+    assert (options["offload_type"], options["use_stream"], options["record_stream"]) == ("block_level", True, True)
 
 
 @pytest.mark.parametrize(

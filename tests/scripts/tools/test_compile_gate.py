@@ -156,6 +156,8 @@ sys.argv = ["compile_gate.py", "--ops", "gelu", "--architectures", "90"]
 assert compile_gate.main() == 0
 sys.argv = ["compile_gate.py", "--ops", "linear_low_rank", "--architectures", "90", "--gluon"]  # one of five cases
 assert compile_gate.main() == 0
+sys.argv[4] = "80"  # which has none in Gluon
+assert compile_gate.main() == 1
 """
 
 
@@ -168,6 +170,7 @@ def test_inspection_of_a_portable_kernel_that_spills_and_of_one_in_gluon_and_the
     rows = [line.split() for line in process.stdout.splitlines() if line.startswith("sm_90")]
     assert [row[:3] for row in rows] == [["sm_90", "gelu", "3"], ["sm_90", "linear_low_rank", "1"]]
     assert {row[-1] for row in rows} == {"ok"}
+    assert process.stdout.splitlines()[-1] == "FAILED no case was compiled"
 
 
 SASS = """
