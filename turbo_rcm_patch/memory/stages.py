@@ -289,12 +289,11 @@ def _block_bytes(transformer: nn.Module, sizes: Sizes, wide: int, patched: Patch
     if config.keep or not config.in_8_bits("attention"):
         in_8_bits = sizes.bytes_per_token(model, wide, QUANTIZED)
         own = max(own, in_8_bits + _bytes_of_attention_kept(transformer, wide, config) * _width(model))
-    kept = {path for path in _feed_forward_linears(transformer) if keeps_weights(path, config.keep)}
+    first, second = _kept_in_feed_forwards(transformer, config)
     has_fp8 = capability is None or capability >= FP8_CAPABILITY
-    if not has_fp8 or any(path.removesuffix("0.proj") + "2" not in kept for path in kept if path.endswith("0.proj")):
-        # A GELU's result is then quantised in a pass of its own.
+    if not has_fp8 or first - second:  # a GELU's result is then quantised in a pass of its own
         return max(own, exact + sizes.feed_forward(model))
-    return max(own, exact) if kept else own
+    return max(own, exact) if second else own
 
 
 def _bytes_of_attention_kept(transformer: nn.Module, wide: int, config: PatchConfig) -> int:
@@ -309,9 +308,12 @@ def _bytes_of_attention_kept(transformer: nn.Module, wide: int, config: PatchCon
     return wide - 2 if attends_in_8_bits else 2 * wide - 3  # two tensors take the place of three in 8 bits
 
 
-def _feed_forward_linears(transformer: nn.Module) -> Iterator[str]:
-    """Yield the paths of the linears in feed-forwards."""
-    return (path for path, _ in transformer.named_modules() if path.endswith(("net.0.proj", "net.2")))
+def _kept_in_feed_forwards(transformer: nn.Module, config: PatchConfig) -> tuple[set[str], set[str]]:
+    """Return the feed-forwards whose first linear stays in the model's dtype, and those whose second one does."""
+    linears = "net.0.proj", "net.2"
+    paths = [path for path, _ in transformer.named_modules() if path.endswith(linears)]
+    kept = [path for path in paths if keeps_weights(path, config.keep)]
+    return tuple({path.removesuffix(linear) for path in kept if path.endswith(linear)} for linear in linears)
 
 
 def _width(config: Mapping[str, object]) -> int:
