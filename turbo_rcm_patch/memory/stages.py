@@ -310,7 +310,7 @@ def _bytes_of_attention_kept(transformer: nn.Module, wide: int, config: PatchCon
 
 def _kept_in_feed_forwards(transformer: nn.Module, config: PatchConfig) -> tuple[set[str], set[str]]:
     """Return the feed-forwards whose first linear stays in the model's dtype, and those whose second one does."""
-    linears = "net.0.proj", "net.2"
+    linears = "net.0.proj", "net.2"  # diffusers' names
     paths = [path for path, _ in transformer.named_modules() if path.endswith(linears)]
     kept = [path for path in paths if keeps_weights(path, config.keep)]
     return tuple({path.removesuffix(linear) for path in kept if path.endswith(linear)} for linear in linears)

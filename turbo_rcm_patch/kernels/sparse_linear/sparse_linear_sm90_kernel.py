@@ -135,7 +135,7 @@ def _slot(INDEX: gl.constexpr, i):
 
 @gluon.jit
 def _view(slots, slot, x):
-    """Return a slot as a block of descriptor x. A smaller block takes the first of the parts that Triton 3.8 wants."""
+    """Return the beginning of a slot as a block of descriptor x. Triton 3.8 reinterprets whole slots alone."""
     PARTS: gl.constexpr = KEYS * slots.shape[4] // x.block_type.nbytes
     SHAPE: gl.constexpr = [PARTS, 1, 1, x.block_type.shape[2], x.block_type.shape[3]]
     return reinterpret(slots.index(slot), x.dtype, SHAPE, x.layout).index(0)
