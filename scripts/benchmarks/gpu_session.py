@@ -118,8 +118,9 @@ ON_SEVERAL_GPUS = {gpus: _on_several_gpus(gpus) for gpus in (2, 4)}
 
 # CHECKS pass or fail. The figures of the other steps go into the results file.
 CHECKS = {
-    # Neighbouring tests run in one process, where they share compiled kernels.
-    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "auto", "--dist", "worksteal", "--durations", "20", "tests"),
+    # Neighbouring tests run in one process, where they share compiled kernels. The log names each as it ends, also in a
+    # run that is cut off.
+    "tests": ("-m", "pytest", "-m", "gpu", "-v", "-n", "auto", "--dist", "worksteal", "--durations", "40", "tests"),
     "info": (*CLI, "info"),
     **{tool: ("scripts/tools/sanitize_kernels.py", "--tool", tool) for tool in SANITIZERS},
 }

@@ -3,8 +3,9 @@
     python scripts/benchmarks/group_offload.py --config wan2.1-14b --json offload.json
 
 The weights are random. A step runs with all weights on the GPU, and with block-level offloading on a stream.
-Offloading is enabled after the patch, or before it. All take turns, there and back. ``record_stream=True`` spares the
-host a wait for the GPU after each block. The exit code is 1 if a step with offloading
+Offloading is enabled after the patch, or before it. The step without offloading is timed before these and after them,
+because a GPU slows down as it warms. ``record_stream=True`` spares the host a wait for the GPU after each block. The
+exit code is 1 if a step with offloading
 
 - peaks above 3.5 GiB,
 - leaves more than two blocks' weights on the GPU, or
@@ -31,7 +32,6 @@ import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import empty_cache, random_latents, random_model
 from scripts.tools.pages.ops import group_offload_table
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.bench.timing import in_turns
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.memory.streaming import stop_streaming
 from turbo_rcm_patch.patching.families.wan.cases import CASES
@@ -65,7 +65,7 @@ def measure_all(model: WanTransformer3DModel, inputs: tuple, repeats: int, devic
     """Yield a row for each place of the weights."""
     places = {RESIDENT: resident, AFTER: offloaded_after_the_patch, BEFORE: offloaded_before_the_patch}
     measured = {place: [] for place in places}
-    for _, place in in_turns(places, 2):
+    for place in (*places, RESIDENT):
         with places[place](model, device):
             measured[place].append(measure(model, inputs, repeats))
         empty_cache()  # else the host holds the pinned weights of two places
@@ -164,7 +164,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="blocks of the model (default: all)")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps in each of two turns (default 3)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps at each place (default 5)")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
