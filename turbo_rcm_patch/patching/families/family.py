@@ -12,8 +12,7 @@ A family is a file in this folder, or a folder if its blocks are its own, regist
    `Measured` says what `verify` measures in it, `Sizes` what `tune` times and `info` counts.
 5. If the family has them: `Pipeline`, the pipelines that sample in few steps; `Case`, the sizes of its checkpoints,
    with `RandomWeights` for models of these sizes.
-6. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
-   ``Shared.begin_forward``, which looks for changes to blocks. Other forwards there are the family's choice.
+6. If the family has them, forwards of other modules: ``more``.
 
 Models whose blocks copy Wan's take 3 and 4 from ``wan/``. `wan_block` or a `WanBlock` says what a plan runs on, how
 the attentions are called and where the RoPE angles are. `wan_blocks` says the rest. chronoedit.py is the shortest
@@ -378,7 +377,6 @@ class Family:
                 state = BlockState(shared, blocks.kind, Plans(), kept or exactly.get(index))
                 if block not in states or states[block].exactly is None:  # it may be in the model twice
                     states[block] = state
-        shared.plans = [state.plans for state in states.values()]
         copied = [
             (module, "__reduce_ex__", bind(reduce_ex, module)) for module in dict.fromkeys([transformer, *forwards])
         ]

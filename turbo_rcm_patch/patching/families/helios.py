@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_helios import (
     HeliosAttention,
     HeliosAttnProcessor,
-    HeliosTimeTextEmbedding,
     HeliosTransformer3DModel,
     HeliosTransformerBlock,
 )
@@ -27,13 +25,13 @@ from ...kernels import MAX_RUNS
 from ...tiers import Tier
 from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
-from ..steps.plan import SHARED, Shared, state_of
+from ..steps.plan import Shared, state_of
 from .family import Family
 from .wan import sizes as wan_sizes
 from .wan.block import WanBlock
 from .wan.modulation import Row, TokenRuns, modulation
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, embedder, wan_blocks
+from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.sub_layers import Inputs
 
 # Latent frames of a step with the pipeline's defaults: the new ones, and the short, mid and long history. Beside each
@@ -135,22 +133,6 @@ def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor
     return attn(x, context, None, None, beside.new_tokens)
 
 
-def embedder_forward(
-    self: HeliosTimeTextEmbedding,
-    timestep: torch.Tensor,
-    encoder_hidden_states: torch.Tensor | None = None,
-    is_return_encoder_hidden_states: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """HeliosTimeTextEmbedding.forward, which runs before the blocks; bound on instances.
-
-    The call for the history's timestep comes first and does not project the prompt. The blocks are looked at once.
-    """
-    if is_return_encoder_hidden_states:
-        shared: Shared = getattr(self, SHARED)
-        shared.begin_forward()
-    return type(self).forward(self, timestep, encoder_hidden_states, is_return_encoder_hidden_states)
-
-
 def tokens(config: Mapping[str, object], latent: tuple[int, int, int]) -> int:
     """Return the tokens of a step: a chunk with its history, whatever the video's length. latent: as `Sizes` has it."""
     patch = config.get("patch_size") or (1, 2, 2)
@@ -212,6 +194,5 @@ HELIOS = Family(
     (wan_blocks("blocks", HeliosTransformerBlock, BLOCK, can_be_sparse=True, sizes=SIZES),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=partial(embedder, forward=embedder_forward),
     notes=lambda transformer: ["not fused: the patch embeddings of the history; no CUDA graphs"],
 )

@@ -1,4 +1,4 @@
-"""The forwards that the patch binds on an LTX-2 model: of its blocks, and of the model and its time embedding."""
+"""The forward that the patch binds on LTX-2's blocks."""
 
 from __future__ import annotations
 

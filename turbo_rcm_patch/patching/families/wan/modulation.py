@@ -49,7 +49,7 @@ def embedder_forward(
     timestep [B], or [B·S] with S as timestep_seq_len; returns temb, timestep_proj, and the projected text and image.
     """
     shared: Shared = getattr(self, SHARED)
-    shared.begin_forward()
+    shared.runs = None
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
     if timestep_seq_len is None or not _may_embed_runs(self, timestep, *prompt):
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)

@@ -1,4 +1,4 @@
-"""The parts of Wan's blocks that the general code needs, and the methods that are bound beside the blocks."""
+"""The parts of Wan's blocks that the general code needs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from ....config import PatchConfig
-from ...steps.plan import SHARED, Shared
 from ...steps.sparse_linear import SparseForm, rotate
-from ..family import Blocks, Measured, Sizes, Targets
+from ..family import Blocks, Measured, Sizes
 from .block import WanBlock, decide, usual_call
 from .forward import block_forward
 from .measured import self_attention_qkv, sub_layer_terms
@@ -68,21 +66,3 @@ def wan_blocks(
 
 def _rotate(kind: WanBlock, attn: nn.Module, x: torch.Tensor, rotary: object) -> torch.Tensor:
     return rotate(x, *kind.angles(rotary))
-
-
-def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-    """The forward of a transformer's embedder, which runs before the blocks; bound on instances."""
-    shared: Shared = getattr(self, SHARED)
-    shared.begin_forward()
-    return type(self).forward(self, *args, **kwargs)
-
-
-def embedder(
-    transformer: nn.Module,
-    config: PatchConfig,
-    *,
-    path: str = "condition_embedder",
-    forward: Callable = embedder_forward,
-) -> Targets:
-    """Return the transformer's embedder, which runs before the blocks, with its forward, for `Family.more`."""
-    return [(path, transformer.get_submodule(path), forward)]
