@@ -143,7 +143,7 @@ class Measured(NamedTuple):
     terms: (block, plan, inputs, outputs) -> three values for each sub-layer that is not called as a whole. They are its
         name in ``PatchConfig.fuse``, the term that it adds to the hidden states, and the oracle's term. outputs: the
         outputs of the oracle's modules by path.
-    qkv: (kind, oracle, args, kwargs, outputs) -> q, k and v [B, S, H, D] of `Blocks.self_attention`, rotated. None if
+    qkv: (oracle, args, kwargs, outputs) -> q, k and v [B, S, H, D] of `Blocks.self_attention`, rotated. None if
         no plan has `BlockPlan.attends`.
     """
 
@@ -160,9 +160,8 @@ class Blocks:
         name: the transformer's attribute that holds the list.
         block_class: the class of every block; another one is refused.
         forward: replaces the blocks' forward; bound on instances.
-        kind: what the family itself wants to know about such a block; ``decide`` and the forward get it.
         parts: the submodules that every block must have, with their classes, by path.
-        decide: (kind, block, call) -> the block's plan for one kind of call.
+        decide: (block, call) -> the block's plan for one kind of call.
         usual_call: adds a usual video's sizes to what every family has: the call that the summary shows before a
             block was called.
         linears: the linears that an 8-bit tier converts, by the name in ``PatchConfig.fuse`` that they belong to.
@@ -172,14 +171,14 @@ class Blocks:
         sizes: the sizes of its tensors.
         sparse: how sparse-linear attention replaces the self-attention, or None if it cannot.
         random_weights: how random weights are made more like trained ones, or None for a family without cases.
+        kind: what a forward that several lists of blocks have must know about these, or None.
     """
 
     name: str
     block_class: type[nn.Module]
     forward: Callable
-    kind: object
     parts: Mapping[str, type[nn.Module]]
-    decide: Callable[[object, nn.Module, BlockCall], BlockPlan]
+    decide: Callable[[nn.Module, BlockCall], BlockPlan]
     usual_call: Callable[[Call], BlockCall]
     linears: Mapping[str, tuple[str, ...]]
     self_attention: str
@@ -187,6 +186,7 @@ class Blocks:
     sizes: Sizes
     sparse: SparseForm | None = None
     random_weights: RandomWeights | None = None
+    kind: object = None
 
     def self_attention_of(self, block: nn.Module) -> nn.Module:
         """Return the self-attention of a block that the sparse tiers replace."""

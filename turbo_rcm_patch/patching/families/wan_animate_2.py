@@ -333,7 +333,7 @@ BLOCKS = Blocks(
     forward=block_forward,
     kind=BLOCK,
     parts={"self_attn": WanAnimate2Attention, "cross_attn": WanAnimate2Attention, "ffn": nn.Module},
-    decide=AnimateBlock.plan_for,
+    decide=BLOCK.plan_for,
     usual_call=wan.usual_call,
     linears={
         "self_attention": tuple(f"self_attn.{name}" for name in PROJECTIONS),

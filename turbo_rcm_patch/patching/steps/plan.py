@@ -236,8 +236,8 @@ class Shared:
 class BlockState(NamedTuple):
     """The patch's state on a block.
 
-    kind: the family's description of such blocks. exactly: the reason why self-attention runs at full precision in
-    every step, or None.
+    kind: as in `Blocks` (families/family.py). exactly: the reason why self-attention runs at full precision in every
+    step, or None.
     """
 
     shared: Shared

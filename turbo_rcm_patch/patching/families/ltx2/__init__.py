@@ -30,7 +30,7 @@ from ...steps.sparse_linear import SparseForm
 from ..family import GRAPH, Binding, Blocks, Family, Measured, Pipeline, Targets, graph_of
 from ..graphs import TransformerGraphs
 from .block import decide
-from .call import TOPK, LTX2Block, usual_call
+from .call import TOPK, usual_call
 from .cases import CASES
 from .connector_free import pipeline_inputs
 from .forward import block_forward, block_inputs
@@ -84,7 +84,6 @@ LTX2 = Family(
             name="transformer_blocks",
             block_class=LTX2VideoTransformerBlock,
             forward=block_forward,
-            kind=LTX2Block(),
             parts={path: nn.Module if path.endswith("ff") else LTX2Attention for path in MODULES.values()},
             decide=decide,
             usual_call=usual_call,

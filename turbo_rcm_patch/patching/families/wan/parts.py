@@ -10,7 +10,7 @@ from torch import nn
 
 from ...steps.sparse_linear import SparseForm, rotate
 from ..family import Blocks, Measured, Sizes
-from .block import WanBlock, decide, usual_call
+from .block import WanBlock, usual_call
 from .forward import block_forward
 from .measured import self_attention_qkv, sub_layer_terms
 from .random_weights import RANDOM_WEIGHTS
@@ -46,14 +46,14 @@ def wan_blocks(
     """
     parts = {"attn1": kind.attention_class, "attn2": kind.attention_class, "ffn": nn.Module}
     sparse = SparseForm(kind.self_processor, partial(_rotate, kind)) if can_be_sparse else None
-    measured = Measured(kind.inputs, sub_layer_terms, self_attention_qkv)
+    measured = Measured(kind.inputs, sub_layer_terms, partial(self_attention_qkv, kind))
     return Blocks(
         name=name,
         block_class=block_class,
         forward=forward,
         kind=kind,
         parts=parts,
-        decide=decide,
+        decide=kind.plan_for,
         usual_call=usual_call,
         linears=LINEARS,
         self_attention="attn1",
