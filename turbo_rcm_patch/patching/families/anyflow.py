@@ -31,7 +31,6 @@ from diffusers.models.transformers.transformer_anyflow_far import (
 )
 from diffusers.models.transformers.transformer_anyflow_far import AnyFlowTransformerBlock as FARTransformerBlock
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...config import PatchConfig
 from ...kernels import MAX_RUNS
@@ -154,8 +153,7 @@ def _remember_runs(
     counts = torch.zeros(runs, dtype=torch.long, device=run.device).index_add_(0, run, tokens.flatten())
     starts = nn.functional.pad(counts.cumsum(0), (1, 0))
     rows = timestep_proj.flatten(0, 1)[starts[:-1]]
-    storage = StorageWeakRef(timestep_proj.untyped_storage())
-    shared.runs = TokenRuns(rows, starts.int(), storage, timestep_proj._version)
+    shared.runs = TokenRuns.of(timestep_proj, rows, starts.int())
 
 
 def _more(transformer: nn.Module, config: PatchConfig) -> Targets:
@@ -174,9 +172,7 @@ def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
 
 SIZES = wan_sizes.SIZES._replace(
     bytes_per_token=wan_sizes.bytes_with_modulation,
-    unpatched_bytes_per_token=lambda config, wide, lora, own: wan_sizes.unpatched_bytes_per_token(
-        config, wide, lora, own_timesteps=True
-    ),
+    unpatched_bytes_per_token=wan_sizes.unpatched_bytes_with_modulation,
     bytes_after_blocks=bytes_after_blocks,
 )
 _block = partial(

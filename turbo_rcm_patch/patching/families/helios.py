@@ -19,7 +19,6 @@ from diffusers.models.transformers.transformer_helios import (
     HeliosTransformerBlock,
 )
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...kernels import MAX_RUNS
 from ...tiers import Tier
@@ -109,7 +108,7 @@ def _remember_runs(shared: Shared, temb: torch.Tensor, history: int) -> None:
     every = [sample * tokens + start for sample in range(samples) for start in starts]
     every = torch.tensor([*every, samples * tokens], dtype=torch.int32, device=temb.device)
     rows = temb[:, starts].flatten(0, 1).flatten(1)
-    shared.runs = TokenRuns(rows, every, StorageWeakRef(temb.untyped_storage()), temb._version)
+    shared.runs = TokenRuns.of(temb, rows, every)
 
 
 def angles(rotary: torch.Tensor) -> Tables:
@@ -156,11 +155,6 @@ def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
     return max(in_blocks, amplified)
 
 
-def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:
-    """Return what Wan's function of this name does for a model in which each token has its own timestep."""
-    return wan_sizes.unpatched_bytes_per_token(config, wide, lora, own_timesteps=True)
-
-
 def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
     """Return the bytes per token of the largest set of tensors that are alive after the blocks.
 
@@ -175,7 +169,7 @@ def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
 SIZES = wan_sizes.SIZES._replace(
     tokens=tokens,
     bytes_per_token=bytes_per_token,
-    unpatched_bytes_per_token=unpatched_bytes_per_token,
+    unpatched_bytes_per_token=wan_sizes.unpatched_bytes_with_modulation,
     bytes_after_blocks=bytes_after_blocks,
 )
 BLOCK = HeliosBlock(
