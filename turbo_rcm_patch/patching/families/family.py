@@ -52,6 +52,7 @@ from ..steps.block_sparse import layers_attended_exactly
 from ..steps.plan import SHARED, STATE, Attends, BlockCall, BlockState, Call, Plans, Shared, Step
 from ..steps.sparse_linear import SelfAttention, SparseForm
 from ..weights.quantize_linears import ROWS_KNOWN, LinearAt
+from .graphs import TransformerGraphs
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 Outputs = Mapping[str, torch.Tensor]  # of modules, by path
@@ -75,17 +76,7 @@ class BlockPlan(Protocol):
         """Yield (sub-layer, step, its parts) in order."""
 
 
-class ModelGraphs(Protocol):
-    """The CUDA graphs of a transformer. kept: how many. reserved_bytes: memory that only they can use, or None."""
-
-    kept: int
-    reserved_bytes: int | None
-
-    def release(self) -> None:
-        """Give the memory of all graphs back."""
-
-
-def graph_of(transformer: nn.Module) -> ModelGraphs | None:
+def graph_of(transformer: nn.Module) -> TransformerGraphs | None:
     """Return the CUDA graphs of a patched transformer, or None if its family has none."""
     return vars(transformer).get(GRAPH)
 
