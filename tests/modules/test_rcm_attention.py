@@ -167,6 +167,12 @@ def test_pickles_and_copies(module_class):
 
 
 @modules
+def test_on_the_meta_device_a_result_has_its_shape(module_class):
+    module, x = module_class(48, 2).to("meta"), torch.empty(2, 5, 48, device="meta")
+    assert module(x, 0.5).shape == x.shape
+
+
+@modules
 def test_bad_arguments(module_class):
     with pytest.raises(ValueError, match="dim=50 is not a positive multiple of num_heads=3"):
         module_class(50, 3)

@@ -161,4 +161,4 @@ def self_attention_inputs(trace: Trace) -> tuple[torch.Tensor, torch.Tensor, tor
     """Return the q, k and v [B, S, H, D] of a traced block's self-attention, after norms and rotation."""
     blocks = blocks_like(trace.oracle)
     args, kwargs = trace.arguments
-    return blocks.measured.qkv(blocks.kind, trace.oracle, args, kwargs, trace.outputs)
+    return blocks.measured.qkv(trace.oracle, args, kwargs, trace.outputs)

@@ -226,10 +226,10 @@ class FusedRCMAttention(TwoPassRCMAttention):
         return super()._apply(fn, recurse)
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
-        if self._why_two_passes(q):
+        proj = linear_of(self.proj)
+        if is_autocast(q.device) or why_not_linear(proj, q.device, q.dtype) is not None:
             return super()._attend_project_skip(q, k, v, residual, c_skip, c_out)
         attended = kernels.attention(q, k, v, implementation=self.implementation, attention="auto").flatten(2)
-        proj = linear_of(self.proj)
         return kernels.linear_skip(
             attended,
             proj.weight,
@@ -240,11 +240,6 @@ class FusedRCMAttention(TwoPassRCMAttention):
             implementation=self.implementation,
             linears="auto" if self.implementation == "auto" else None,
         )
-
-    def _why_two_passes(self, q: torch.Tensor) -> str | None:
-        if torch.is_autocast_enabled(q.device.type):
-            return "autocast"
-        return why_not_linear(linear_of(self.proj), q.device, q.dtype)
 
 
 def _coefficients(sigma_data, c_skip, c_out) -> Callable[[Time], coefficients.CoefficientPair]:

@@ -15,7 +15,8 @@ from ..wording import with_article
 from .errors import PatchError
 from .families import SUPPORTED, check_supported, family_of
 from .families import vae as vae_family
-from .families.family import Binding, ModelGraphs, graph_of
+from .families.family import Binding, graph_of
+from .families.graphs import TransformerGraphs
 from .families.vae.video_output import patch_video_output, video_output_note
 from .journal import Journal
 from .other_threads import no_other_calls
@@ -125,7 +126,7 @@ class Patch(Handle):
         """Return the models that `restore` undoes."""
         return _restorable(self.transformers | self.unknown, self.vae)
 
-    def _graphs(self) -> list[ModelGraphs]:
+    def _graphs(self) -> list[TransformerGraphs]:
         models = _only_patched(self.transformers).values()
         return [graph for model in models if (graph := graph_of(model)) is not None]
 

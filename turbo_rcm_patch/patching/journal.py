@@ -164,21 +164,24 @@ def _original(entry: _Entry) -> object:
 
 def slot_below_hooks(module: torch.nn.Module) -> tuple[object, str] | None:
     """Return the object and attribute where diffusers' hooks keep a module's class forward, or None."""
-    registry = module.__dict__.get("_diffusers_hook")
-    if registry is None or not registry.hooks or not is_original(type(module).forward, type(module)):
-        return None
-    innermost = registry._fn_refs[0]
-    name = "forward" if innermost.original_forward is None else "original_forward"
-    return (innermost, name) if getattr(innermost, name) == MethodType(type(module).forward, module) else None
+    slot, cls = _innermost_slot(module), type(module)
+    is_own = slot is not None and is_original(cls.forward, cls) and getattr(*slot) == MethodType(cls.forward, module)
+    return slot if is_own else None
 
 
 def forward_below_hooks(module: torch.nn.Module) -> Callable:
     """Return the forward that diffusers' hooks on a module run, such as the patched one, or the module's own."""
+    slot = _innermost_slot(module)
+    return module.forward if slot is None else getattr(*slot)
+
+
+def _innermost_slot(module: torch.nn.Module) -> tuple[object, str] | None:
+    """Return the object and attribute that hold the forward that diffusers' hooks run, or None without hooks."""
     registry = module.__dict__.get("_diffusers_hook")
     if registry is None or not registry.hooks:
-        return module.forward
+        return None
     innermost = registry._fn_refs[0]
-    return innermost.forward if innermost.original_forward is None else innermost.original_forward
+    return innermost, "forward" if innermost.original_forward is None else "original_forward"
 
 
 def _hook_slots(entry: _Entry) -> list[tuple[object, str]]:

@@ -258,7 +258,7 @@ def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module, devic
     exactly = state.exactly or (NOT_COUNTED if latest.call.exactly == NOT_COUNTED else None)
     now = {"device": device, "dtype": dtype, "derivative": None, "backend": active_backend(), "exactly": exactly}
     now["sdpa"] = torch.nn.functional.scaled_dot_product_attention
-    return blocks.decide(state.kind, block, latest._replace(call=latest.call._replace(**now)))
+    return blocks.decide(block, latest._replace(call=latest.call._replace(**now)))
 
 
 def device_of_calls(transformer: nn.Module) -> torch.device:

@@ -135,7 +135,7 @@ def test_frames_with_the_same_timesteps_share_a_row_of_modulation(name):
     model = tiny_family_transformer(name)
     with trp.patch(model):
         output_of(name, model)
-        assert vars(model.condition_embedder)[SHARED].runs.starts.tolist() == RUNS[name]
+        assert vars(model)[SHARED].runs.starts.tolist() == RUNS[name]
 
 
 def test_a_causal_model_writes_the_same_cache_as_unpatched():

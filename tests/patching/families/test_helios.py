@@ -21,7 +21,7 @@ def test_the_first_chunk_has_no_history():
     assert relative_error(output_of("helios", model), expected) > 1e-2
     with trp.patch(model):
         assert relative_error(output_of("helios", model, **without), expected) <= 1e-5
-        assert vars(model.condition_embedder)[SHARED].runs.starts.tolist() == [0, 18, 36]
+        assert vars(model)[SHARED].runs.starts.tolist() == [0, 18, 36]
 
 
 @pytest.mark.parametrize("where", [3, 20])  # in the history and in the new frames
@@ -41,7 +41,7 @@ def test_a_token_with_modulation_of_its_own_is_in_no_run(where):
     assert relative_error(expected, plain) > 1e-3
     with trp.patch(model):
         assert relative_error(output_of("helios", model), expected) <= 1e-5
-        assert vars(model.condition_embedder)[SHARED].runs is None
+        assert vars(model)[SHARED].runs is None
 
 
 def test_rope_tables_by_sample_call_the_self_attention_as_a_whole():
@@ -101,7 +101,7 @@ def test_a_pipeline_with_its_own_sampler(kind):
     assert expected.std() > 0.05
     with trp.patch(pipe) as patch:
         assert relative_error(video(), expected) <= 1e-4
-        assert vars(pipe.transformer.condition_embedder)[SHARED].runs.starts.numel() == 3  # history, new frames
+        assert vars(pipe.transformer)[SHARED].runs.starts.numel() == 3  # history, new frames
         assert "PyTorch module" not in patch.summary()
         assert "vae: AutoencoderKLWan" in patch.summary()
     with pytest.raises(TypeError, match="use_distilled does not know HeliosP"):

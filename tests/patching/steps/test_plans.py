@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
+from tests.oracle import relative_error
 from tests.patching.lora.test_inside_projections import add_lora
 from tests.patching.pairs import families, output_of
 from tests.tiny_families import tiny_family_transformer
@@ -34,7 +35,7 @@ def events(monkeypatch):
 
 
 @families
-def test_a_forward_looks_for_changes_once_before_its_first_block(events, name):
+def test_a_block_looks_for_changes_once_in_a_forward(events, name):
     model = tiny_family_transformer(name)
     with trp.patch(model, trp.Exact(cuda_graph="off")):
         output_of(name, model)
@@ -42,7 +43,7 @@ def test_a_forward_looks_for_changes_once_before_its_first_block(events, name):
         assert events.count("decide") == blocks >= 2
         events.clear()
         output_of(name, model)
-        assert events == ["look"] * blocks + ["run"] * blocks
+        assert events == ["look", "run"] * blocks
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -62,43 +63,17 @@ def test_a_plan_picks_its_kernels_once(config, lora, monkeypatch):
     assert not picked
 
 
-def block_call(model):
-    x = torch.randn(1, 6, 128, generator=torch.Generator().manual_seed(4))
-    rotary = torch.ones(1, 6, 1, 64), torch.zeros(1, 6, 1, 64)
-    return lambda block: block(x, torch.ones(1, 3, 128), torch.ones(1, 6, 128), rotary)
-
-
 @torch.no_grad()
-def test_a_block_that_is_called_alone_looks_at_itself(events):
-    model, plain = tiny_wan_transformer(), tiny_wan_transformer()
-    call = block_call(model)
-    with trp.patch(model):
-        for block in model.blocks:
-            call(block)
-        output_of("wan", model)
-        events.clear()
-        for i in range(3):
-            call(model.blocks[i % 2])
-        assert events == ["look", "run"] * 3
-        for m in (model, plain):
-            m.blocks[1].norm1.eps = 10.0
-        torch.testing.assert_close(call(model.blocks[1]), call(plain.blocks[1]))
-
-
-@torch.no_grad()
-def test_changes_after_a_forward_that_failed_count(events):
+def test_a_change_between_two_blocks_counts_at_once():
     model, plain = tiny_wan_transformer(), tiny_wan_transformer()
     with trp.patch(model, trp.Exact(cuda_graph="off")):
-        expected = output_of("wan", model)
-        handle = model.blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            output_of("wan", model)
-        handle.remove()
-        for m in (model, plain):
-            m.blocks[1].norm1.eps = 10.0
-        ours = output_of("wan", model)
-        assert not torch.equal(ours, expected)
-        torch.testing.assert_close(ours, output_of("wan", plain))
+        outputs = []
+        for each in (plain, model):
+            unchanged = output_of("wan", each)
+            each.blocks[0].register_forward_hook(lambda *_, each=each: setattr(each.blocks[1].norm1, "eps", 10.0))
+            outputs.append(output_of("wan", each))
+            assert relative_error(outputs[-1], unchanged) > 1e-3
+    assert relative_error(outputs[1], outputs[0]) <= 1e-5
 
 
 class Parked:
@@ -138,4 +113,4 @@ def test_a_copy_of_a_model_looks_at_its_own_blocks(events):
         output_of("wan", twin)
         events.clear()
         output_of("wan", twin)
-        assert events == ["look"] * 2 + ["run"] * 2
+        assert events == ["look", "run"] * 2

@@ -12,7 +12,6 @@ from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import moved
 from turbo_rcm_patch.kernels import FP8
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
-from turbo_rcm_patch.patching.steps import sparse_linear
 from turbo_rcm_patch.patching.weights import quantize_linears
 
 ATTENTION = ("attention_8bit_kernel", "_sparse_attention_8bit_kernel", "sparse_linear_attention_8bit_kernel")
@@ -68,16 +67,6 @@ def test_a_call_of_proj_l_comes_between(monkeypatch):
         attn.proj_l.register_forward_hook(lambda *_: None)
 
     assert launched(monkeypatch, "wan", "sparse", (9, 0), hooked) == IN_BF16
-
-
-def test_a_hook_that_proj_l_gets_after_the_plan_was_made(monkeypatch):
-    """The plan says e4m3. The result is a tensor nevertheless, and quantised apart."""
-    monkeypatch.setattr(sparse_linear, "_is_last", lambda attn: True)
-
-    def hooked(attn):
-        attn.proj_l.register_forward_hook(lambda *_: None)
-
-    assert launched(monkeypatch, "wan", "sparse", (9, 0), hooked) == ({torch.bfloat16}, set())
 
 
 @pytest.mark.parametrize("tier", CONFIGS)

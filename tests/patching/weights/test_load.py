@@ -238,7 +238,7 @@ def test_folders_that_hold_nothing(stored, tmp_path):
     (tmp_path / "config.json").write_text("[]")
     assert f"has no {FILE}; write it with turbo-rcm convert" in refusal(tmp_path)
     (tmp_path / FILE).write_bytes((stored / FILE).read_bytes()[:-3])
-    assert "not as long as its header says" in refusal(tmp_path)
+    assert "download or convert it again" in refusal(tmp_path)
     (tmp_path / FILE).write_bytes((stored / FILE).read_bytes())
     assert "holds no JSON object" in refusal(tmp_path)
 

@@ -43,10 +43,7 @@ def test_broken_files_are_named(tmp_path):
     path = tmp_path / "a.safetensors"
     write_tensors(path, KINDS, TENSORS.items(), {})
     whole = path.read_bytes()
-    for content in (b"", b"text", whole[:40], b"\xff" * 64, b"\x02" + bytes(7) + b"[]"):
+    for content in (b"", b"text", whole[:40], b"\xff" * 64, b"\x02" + bytes(7) + b"[]", whole[:-1], whole + b"."):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"a\.safetensors is not a safetensors file; download or convert it again"):
+        with pytest.raises(ValueError, match=r"cannot read \S+a\.safetensors \(.*\); download or convert it again"):
             read_header(path)
-    path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="not as long as its header says"):
-        read_header(path)

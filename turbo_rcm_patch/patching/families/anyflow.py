@@ -31,19 +31,18 @@ from diffusers.models.transformers.transformer_anyflow_far import (
 )
 from diffusers.models.transformers.transformer_anyflow_far import AnyFlowTransformerBlock as FARTransformerBlock
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...config import PatchConfig
 from ...kernels import MAX_RUNS
 from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
-from .family import Family
+from .family import Family, Targets
 from .wan import sizes as wan_sizes
 from .wan.block import WanBlock
 from .wan.modulation import TokenRuns, modulation
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, embedder, wan_blocks
-from .wan.parts import embedder_forward as common_embedder_forward
+from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.sub_layers import Inputs
 
 Rotary = dict[str, torch.Tensor]  # "query" and "key": complex [1, 1, S, D/2]
@@ -115,17 +114,19 @@ def embedder_forward(
     """
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
     options = layout if clean_timestep is None else {**layout, "clean_timestep": clean_timestep}
-    embedded = common_embedder_forward(self, timestep, r_timestep, *prompt, **options)
+    shared: Shared = getattr(self, SHARED)
+    shared.runs = None
+    embedded = type(self).forward(self, timestep, r_timestep, *prompt, **options)
     if clean_timestep is None:
         (frames,) = layout.values()
         tokens = frames["full_token_per_frame"], frames.get("compressed_token_per_frame", 0)
         compressed = max(0, timestep.shape[1] - frames.get("num_full_frames", timestep.shape[1]))
-        _remember_runs(self, timestep, r_timestep, prompt, embedded[1], *tokens, compressed)
+        _remember_runs(shared, timestep, r_timestep, prompt, embedded[1], *tokens, compressed)
     return embedded
 
 
 def _remember_runs(
-    embedder: nn.Module,
+    shared: Shared,
     timestep: torch.Tensor,
     r_timestep: torch.Tensor,
     prompt: tuple[torch.Tensor | None, ...],
@@ -142,7 +143,6 @@ def _remember_runs(
         return
     if timestep.is_meta or timestep_proj.is_inference():  # neither kind counts writes to it
         return
-    shared: Shared = getattr(embedder, SHARED)
     tokens = torch.full_like(timestep, full_tokens, dtype=torch.long)
     tokens[:, :compressed] = compressed_tokens
     pairs = torch.stack([timestep.double(), r_timestep.double()]).flatten(1)
@@ -153,8 +153,11 @@ def _remember_runs(
     counts = torch.zeros(runs, dtype=torch.long, device=run.device).index_add_(0, run, tokens.flatten())
     starts = nn.functional.pad(counts.cumsum(0), (1, 0))
     rows = timestep_proj.flatten(0, 1)[starts[:-1]]
-    storage = StorageWeakRef(timestep_proj.untyped_storage())
-    shared.runs = TokenRuns(rows, starts.int(), storage, timestep_proj._version)
+    shared.runs = TokenRuns.of(timestep_proj, rows, starts.int())
+
+
+def _more(transformer: nn.Module, config: PatchConfig) -> Targets:
+    return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
 
 
 def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
@@ -169,9 +172,7 @@ def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
 
 SIZES = wan_sizes.SIZES._replace(
     bytes_per_token=wan_sizes.bytes_with_modulation,
-    unpatched_bytes_per_token=lambda config, wide, lora, own: wan_sizes.unpatched_bytes_per_token(
-        config, wide, lora, own_timesteps=True
-    ),
+    unpatched_bytes_per_token=wan_sizes.unpatched_bytes_with_modulation,
     bytes_after_blocks=bytes_after_blocks,
 )
 _block = partial(
@@ -192,7 +193,7 @@ ANYFLOW = Family(
     (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, can_be_sparse=True, sizes=SIZES),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=partial(embedder, forward=embedder_forward),
+    more=_more,
     notes=lambda transformer: ["no CUDA graphs"],
 )
 ANYFLOW_FAR = Family(
@@ -201,6 +202,6 @@ ANYFLOW_FAR = Family(
     (wan_blocks("blocks", FARTransformerBlock, CAUSAL_BLOCK),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=partial(embedder, forward=embedder_forward),
+    more=_more,
     notes=lambda transformer: ["no CUDA graphs"],
 )

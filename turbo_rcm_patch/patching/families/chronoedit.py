@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_chronoedit import (
 from .family import Family
 from .wan.forward import wan_block
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, embedder, wan_blocks
+from .wan.parts import FIRST_LAYER, wan_blocks
 
 CHRONOEDIT = Family(
     ChronoEditTransformer3DModel,
@@ -19,6 +19,5 @@ CHRONOEDIT = Family(
     (wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), can_be_sparse=True),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=embedder,
     notes=lambda transformer: ["no CUDA graphs"],
 )

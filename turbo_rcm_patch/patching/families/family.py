@@ -12,8 +12,7 @@ A family is a file in this folder, or a folder if its blocks are its own, regist
    `Measured` says what `verify` measures in it, `Sizes` what `tune` times and `info` counts.
 5. If the family has them: `Pipeline`, the pipelines that sample in few steps; `Case`, the sizes of its checkpoints,
    with `RandomWeights` for models of these sizes.
-6. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
-   ``Shared.begin_forward``, which looks for changes to blocks. Other forwards there are the family's choice.
+6. If the family has them, forwards of other modules: ``more``.
 
 Models whose blocks copy Wan's take 3 and 4 from ``wan/``. `wan_block` or a `WanBlock` says what a plan runs on, how
 the attentions are called and where the RoPE angles are. `wan_blocks` says the rest. chronoedit.py is the shortest
@@ -53,6 +52,7 @@ from ..steps.block_sparse import layers_attended_exactly
 from ..steps.plan import SHARED, STATE, Attends, BlockCall, BlockState, Call, Plans, Shared, Step
 from ..steps.sparse_linear import SelfAttention, SparseForm
 from ..weights.quantize_linears import ROWS_KNOWN, LinearAt
+from .graphs import TransformerGraphs
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 Outputs = Mapping[str, torch.Tensor]  # of modules, by path
@@ -76,17 +76,7 @@ class BlockPlan(Protocol):
         """Yield (sub-layer, step, its parts) in order."""
 
 
-class ModelGraphs(Protocol):
-    """The CUDA graphs of a transformer. kept: how many. reserved_bytes: memory that only they can use, or None."""
-
-    kept: int
-    reserved_bytes: int | None
-
-    def release(self) -> None:
-        """Give the memory of all graphs back."""
-
-
-def graph_of(transformer: nn.Module) -> ModelGraphs | None:
+def graph_of(transformer: nn.Module) -> TransformerGraphs | None:
     """Return the CUDA graphs of a patched transformer, or None if its family has none."""
     return vars(transformer).get(GRAPH)
 
@@ -144,7 +134,7 @@ class Measured(NamedTuple):
     terms: (block, plan, inputs, outputs) -> three values for each sub-layer that is not called as a whole. They are its
         name in ``PatchConfig.fuse``, the term that it adds to the hidden states, and the oracle's term. outputs: the
         outputs of the oracle's modules by path.
-    qkv: (kind, oracle, args, kwargs, outputs) -> q, k and v [B, S, H, D] of `Blocks.self_attention`, rotated. None if
+    qkv: (oracle, args, kwargs, outputs) -> q, k and v [B, S, H, D] of `Blocks.self_attention`, rotated. None if
         no plan has `BlockPlan.attends`.
     """
 
@@ -161,9 +151,8 @@ class Blocks:
         name: the transformer's attribute that holds the list.
         block_class: the class of every block; another one is refused.
         forward: replaces the blocks' forward; bound on instances.
-        kind: what the family itself wants to know about such a block; ``decide`` and the forward get it.
         parts: the submodules that every block must have, with their classes, by path.
-        decide: (kind, block, call) -> the block's plan for one kind of call.
+        decide: (block, call) -> the block's plan for one kind of call.
         usual_call: adds a usual video's sizes to what every family has: the call that the summary shows before a
             block was called.
         linears: the linears that an 8-bit tier converts, by the name in ``PatchConfig.fuse`` that they belong to.
@@ -173,14 +162,14 @@ class Blocks:
         sizes: the sizes of its tensors.
         sparse: how sparse-linear attention replaces the self-attention, or None if it cannot.
         random_weights: how random weights are made more like trained ones, or None for a family without cases.
+        kind: what a forward that several lists of blocks have must know about these, or None.
     """
 
     name: str
     block_class: type[nn.Module]
     forward: Callable
-    kind: object
     parts: Mapping[str, type[nn.Module]]
-    decide: Callable[[object, nn.Module, BlockCall], BlockPlan]
+    decide: Callable[[nn.Module, BlockCall], BlockPlan]
     usual_call: Callable[[Call], BlockCall]
     linears: Mapping[str, tuple[str, ...]]
     self_attention: str
@@ -188,6 +177,7 @@ class Blocks:
     sizes: Sizes
     sparse: SparseForm | None = None
     random_weights: RandomWeights | None = None
+    kind: object = None
 
     def self_attention_of(self, block: nn.Module) -> nn.Module:
         """Return the self-attention of a block that the sparse tiers replace."""
@@ -378,7 +368,6 @@ class Family:
                 state = BlockState(shared, blocks.kind, Plans(), kept or exactly.get(index))
                 if block not in states or states[block].exactly is None:  # it may be in the model twice
                     states[block] = state
-        shared.plans = [state.plans for state in states.values()]
         copied = [
             (module, "__reduce_ex__", bind(reduce_ex, module)) for module in dict.fromkeys([transformer, *forwards])
         ]

@@ -9,31 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_helios import (
     HeliosAttention,
     HeliosAttnProcessor,
-    HeliosTimeTextEmbedding,
     HeliosTransformer3DModel,
     HeliosTransformerBlock,
 )
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...kernels import MAX_RUNS
 from ...tiers import Tier
 from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
-from ..steps.plan import SHARED, Shared, state_of
+from ..steps.plan import Shared, state_of
 from .family import Family
 from .wan import sizes as wan_sizes
 from .wan.block import WanBlock
 from .wan.modulation import Row, TokenRuns, modulation
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, embedder, wan_blocks
+from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.sub_layers import Inputs
 
 # Latent frames of a step with the pipeline's defaults: the new ones, and the short, mid and long history. Beside each
@@ -111,7 +108,7 @@ def _remember_runs(shared: Shared, temb: torch.Tensor, history: int) -> None:
     every = [sample * tokens + start for sample in range(samples) for start in starts]
     every = torch.tensor([*every, samples * tokens], dtype=torch.int32, device=temb.device)
     rows = temb[:, starts].flatten(0, 1).flatten(1)
-    shared.runs = TokenRuns(rows, every, StorageWeakRef(temb.untyped_storage()), temb._version)
+    shared.runs = TokenRuns.of(temb, rows, every)
 
 
 def angles(rotary: torch.Tensor) -> Tables:
@@ -133,22 +130,6 @@ def call_self_attention(attn: nn.Module, x: torch.Tensor, rotary: torch.Tensor, 
 def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor, beside: Beside) -> torch.Tensor:
     """Call a cross-attention as HeliosTransformerBlock does."""
     return attn(x, context, None, None, beside.new_tokens)
-
-
-def embedder_forward(
-    self: HeliosTimeTextEmbedding,
-    timestep: torch.Tensor,
-    encoder_hidden_states: torch.Tensor | None = None,
-    is_return_encoder_hidden_states: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """HeliosTimeTextEmbedding.forward, which runs before the blocks; bound on instances.
-
-    The call for the history's timestep comes first and does not project the prompt. The blocks are looked at once.
-    """
-    if is_return_encoder_hidden_states:
-        shared: Shared = getattr(self, SHARED)
-        shared.begin_forward()
-    return type(self).forward(self, timestep, encoder_hidden_states, is_return_encoder_hidden_states)
 
 
 def tokens(config: Mapping[str, object], latent: tuple[int, int, int]) -> int:
@@ -174,11 +155,6 @@ def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
     return max(in_blocks, amplified)
 
 
-def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:
-    """Return what Wan's function of this name does for a model in which each token has its own timestep."""
-    return wan_sizes.unpatched_bytes_per_token(config, wide, lora, own_timesteps=True)
-
-
 def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
     """Return the bytes per token of the largest set of tensors that are alive after the blocks.
 
@@ -193,7 +169,7 @@ def bytes_after_blocks(config: Mapping[str, object], wide: int) -> int:
 SIZES = wan_sizes.SIZES._replace(
     tokens=tokens,
     bytes_per_token=bytes_per_token,
-    unpatched_bytes_per_token=unpatched_bytes_per_token,
+    unpatched_bytes_per_token=wan_sizes.unpatched_bytes_with_modulation,
     bytes_after_blocks=bytes_after_blocks,
 )
 BLOCK = HeliosBlock(
@@ -212,6 +188,5 @@ HELIOS = Family(
     (wan_blocks("blocks", HeliosTransformerBlock, BLOCK, can_be_sparse=True, sizes=SIZES),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=partial(embedder, forward=embedder_forward),
     notes=lambda transformer: ["not fused: the patch embeddings of the history; no CUDA graphs"],
 )

@@ -17,7 +17,7 @@ from .wan import sizes as wan_sizes
 from .wan.forward import wan_block
 from .wan.modulation import modulation
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, embedder, wan_blocks
+from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.sub_layers import Inputs, Rotary
 
 
@@ -60,6 +60,5 @@ SKYREELS_V2 = Family(
     (BLOCKS,),
     FIRST_LAYER,
     WAN_NAMES,
-    more=embedder,
     notes=lambda transformer: ["no CUDA graphs"],
 )

@@ -15,7 +15,7 @@ from .family import Family
 from .wan import sizes as wan_sizes
 from .wan.forward import wan_block
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, embedder, wan_blocks
+from .wan.parts import FIRST_LAYER, wan_blocks
 
 
 def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
@@ -67,7 +67,6 @@ WAN_ANIMATE = Family(
     (wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), sizes=SIZES),),
     FIRST_LAYER,
     WAN_NAMES,
-    more=embedder,
     notes=lambda transformer: [
         f"not fused: {len(transformer.face_adapter)} face adapters between the blocks, motion and face encoders; no "
         "CUDA graphs"

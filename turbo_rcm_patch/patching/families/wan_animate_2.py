@@ -39,7 +39,7 @@ from .wan import block as wan
 from .wan.forward import run_block
 from .wan.measured import sub_layer_terms
 from .wan.modulation import modulation
-from .wan.parts import FIRST_LAYER, embedder
+from .wan.parts import FIRST_LAYER
 from .wan.random_weights import sharpen_attention
 from .wan.sizes import SIZES
 from .wan.sub_layers import BlockPlan, Inputs, SelfAttention, Whole
@@ -333,7 +333,7 @@ BLOCKS = Blocks(
     forward=block_forward,
     kind=BLOCK,
     parts={"self_attn": WanAnimate2Attention, "cross_attn": WanAnimate2Attention, "ffn": nn.Module},
-    decide=AnimateBlock.plan_for,
+    decide=BLOCK.plan_for,
     usual_call=wan.usual_call,
     linears={
         "self_attention": tuple(f"self_attn.{name}" for name in PROJECTIONS),
@@ -351,7 +351,6 @@ WAN_ANIMATE_2 = Family(
     (BLOCKS,),
     FIRST_LAYER,
     NAMES,
-    more=partial(embedder, path="time_embedding"),
     rows_known=(*ROWS_KNOWN, "ffn.0"),
     notes=lambda transformer: ["each frame of a new video attends in a call of its own; no CUDA graphs"],
 )

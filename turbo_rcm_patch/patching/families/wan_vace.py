@@ -16,7 +16,7 @@ from .wan import sizes as wan_sizes
 from .wan.forward import run_block, wan_block
 from .wan.modulation import modulation
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, embedder, wan_blocks
+from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.sub_layers import Inputs, Rotary
 
 
@@ -86,7 +86,6 @@ WAN_VACE = Family(
     ),
     FIRST_LAYER,
     WAN_NAMES,
-    more=embedder,
     notes=lambda transformer: [
         "not fused: the control blocks' input and output projections, the hints' sums; no CUDA graphs"
     ],

@@ -11,7 +11,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,22 +19,13 @@ from diffusers.models._modeling_parallel import ParallelConfig
 from torch import nn
 
 from ...kernels.launch import recording
+from ..cuda_graphs import Graphs
 
 if dist.is_available():
     # torch.compile can trace these collectives.
     import torch.distributed._functional_collectives as funcol
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Clearable(Protocol):
-    """CUDA graphs that can be forgotten."""
-
-    def forget(self) -> None:
-        """Forget all recordings. Wait for nothing."""
-
-    def clear(self) -> None:
-        """Forget all recordings and give their memory back."""
 
 
 def why_not_between_all_to_alls(parallel_config: ParallelConfig, heads: int, *, differentiated: bool) -> str | None:
@@ -53,10 +43,10 @@ def why_not_between_all_to_alls(parallel_config: ParallelConfig, heads: int, *, 
     return "autograd under context parallelism" if differentiated else None
 
 
-_using_groups: weakref.WeakSet[Clearable] = weakref.WeakSet()
+_using_groups: weakref.WeakSet[Graphs] = weakref.WeakSet()
 
 
-def prepare_graphs(graphs: Clearable) -> None:
+def prepare_graphs(graphs: Graphs) -> None:
     """Prepare NCCL and torch.distributed for CUDA graphs with collectives.
 
     Until `forget_graphs`, torch.distributed.destroy_process_group first clears these graphs, and the end of the process
@@ -72,7 +62,7 @@ def prepare_graphs(graphs: Clearable) -> None:
         dist.destroy_process_group = functools.wraps(destroy)(functools.partial(_clear_then, destroy))
 
 
-def forget_graphs(graphs: Clearable) -> None:
+def forget_graphs(graphs: Graphs) -> None:
     """Undo `prepare_graphs`, except for NCCL_GRAPH_REGISTER, which NCCL reads once. Do nothing for other graphs.
 
     torch.distributed gets its own function back with the last graphs. If someone wrapped ours since, it stays, and only

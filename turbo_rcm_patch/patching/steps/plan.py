@@ -158,32 +158,22 @@ def derivative_of(module: nn.Module, *inputs: torch.Tensor) -> str | None:
 
 
 class Plans:
-    """The plans of one block by kind of call, kept while nothing about its modules changes.
-
-    A forward of the model looks at all blocks before the first one runs. A block that is called alone looks at itself.
-    """
+    """The plans of one block by kind of call, kept while nothing about its modules changes."""
 
     KEPT = 8  # kinds of calls
 
     def __init__(self):
         self._known: tuple[nn.Module, Snapshot, dict[BlockCall, object]] | None = None
-        self._seen_unchanged = False  # by `look`, for the next call only
         self.latest: BlockCall | None = None
-
-    def look(self) -> None:
-        """Look for changes, so that the block's next call need not."""
-        known = self._known
-        # If something differs the block looks again when it runs: until then an offloading hook may bring weights back.
-        self._seen_unchanged = known is not None and known[1].holds()
 
     def get(self, block: nn.Module, call: BlockCall, decide: Callable[[nn.Module, BlockCall], Plan]) -> Plan:
         """Return ``decide(block, call)``, or the plan it made before for such a call if the block is unchanged."""
         if torch.compiler.is_compiling() or call.call.derivative == "forward":
             return decide(block, call)  # in a traced call torch.compile's own guards notice changes
         self.latest = call
-        known, seen_unchanged, self._seen_unchanged = self._known, self._seen_unchanged, False
+        known = self._known
         is_of_block = known is not None and known[0] is block  # not in a shallow copy, which shares this object
-        if not is_of_block or not (seen_unchanged or known[1].holds()):
+        if not is_of_block or not known[1].holds():
             self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE), {}
         plans = known[2]
         plan = plans.get(call)
@@ -220,28 +210,16 @@ class Shared:
         compiles_ahead: True until a block has compiled the kernels of all steps ahead of its first run.
         saturation: notes if a residual was too large for its dtype and was clamped.
         has_warned: the user was already warned about saturation.
-        runs: the runs of tokens with equal timesteps in the present forward, or None.
+        runs: the runs of tokens with equal timesteps in the latest forward, or None.
         steps: tells the pipeline's present step. None for a model that was patched alone.
         products: the prepared products of LoRA layers.
-        plans: the plans of every block.
         from_file: a line for the summary on weights from an 8-bit file, or None.
     """
 
     def __init__(self, config: PatchConfig, steps: Steps | None = None):
         self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
         self.products, self.saturation = Products(), kernels.Saturation()
-        self.plans: list[Plans] = []
         self.from_file: str | None = None
-
-    def begin_forward(self) -> None:
-        """Look at all blocks for changes. Called by the first patched module of a model's forward.
-
-        Changes that happen later in the forward, for example by a hook between two blocks, count from the next one on.
-        """
-        self.runs = None
-        if not torch.compiler.is_compiling():
-            for plans in self.plans:
-                plans.look()
 
     def why_exact_attention(self) -> str | None:
         """Return why self-attention runs at full precision in the present step, or None if it runs as the tier says."""
@@ -251,15 +229,15 @@ class Shared:
         return "steps unknown to torch.compile" if torch.compiler.is_compiling() else self.steps.why_exact(*counts)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out of copies and pickles what belongs to the present forward."""
+        """Leave out of copies and pickles what belongs to the latest forward."""
         return {**self.__dict__, "runs": None}
 
 
 class BlockState(NamedTuple):
     """The patch's state on a block.
 
-    kind: the family's description of such blocks. exactly: the reason why self-attention runs at full precision in
-    every step, or None.
+    kind: as in `Blocks` (families/family.py). exactly: the reason why self-attention runs at full precision in every
+    step, or None.
     """
 
     shared: Shared

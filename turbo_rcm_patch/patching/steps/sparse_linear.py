@@ -247,7 +247,7 @@ def attention(attn: nn.Module, stream: Stream, call: Call, result: torch.dtype |
     gives = FP8 if quantized and result == FP8 and _is_last(attn) else None
     sizes = {"head_dim": attn.inner_dim // attn.heads, "block_q": block_q, "block_k": block_k, "v_format": v_format}
     pick = call.pick(kernels.SPARSE_LINEAR_ATTENTION, kernels.SparseSpec, **sizes, result=gives)
-    run = partial(attend, attn, partial(_picked, pick.launch, block_q, block_k, v_format, result=gives))
+    run = partial(attend, attn, partial(_picked, pick.launch, block_q, block_k, v_format, gives))
     label = formats_label(pick, v_format) if quantized else pick.label
     return Step(run, f"{label}, {_share(attn, stream, block_k)}", pick.reason, gives=gives)
 
@@ -259,7 +259,7 @@ def _is_last(attn: nn.Module) -> bool:
     return is_alone and attn.processor._parallel_config is None
 
 
-def _picked(launch, block_q, block_k, v_format, q, k, v, weight, bias, *, topk=None, block_map=None, result=None):
+def _picked(launch, block_q, block_k, v_format, result, q, k, v, weight, bias, *, topk=None, block_map=None):
     block_map = None if block_map is None else block_map.sort(-1).values.int()
     return launch(q, k, v, weight, bias, block_map, topk, block_q, block_k, v_format, result)
 
@@ -285,8 +285,7 @@ def block_sizes(processor: SparseAttnProcessor, device: torch.device) -> BlockSi
 def attend(attn: nn.Module, run: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Run sparse-linear attention on q, k, v [B, S, H, D], with the module's present processor and proj_l.
 
-    run: (q, k, v, weight, bias, topk= or block_map=) -> [B, S, H, D], or a Quantized [B, S, C]; with result=None it
-    gives no Quantized.
+    run: (q, k, v, weight, bias, topk= or block_map=) -> [B, S, H, D], or a Quantized [B, S, C].
     """
     parallel_config = attn.processor._parallel_config
     run = partial(_attend_whole, attn, run)
@@ -310,4 +309,4 @@ def _attend_whole(attn, run, q, k, v):
         weight, bias = (x if x is None else x.to(q.device, q.dtype) for x in (proj_l.weight, proj_l.bias))
         return run(q, k, v, weight, bias, **kept)
     # The module is not plain: it has a LoRA or a hook. So its own call projects the linear branch.
-    return run(q, k, v, None, None, **kept, result=None) + proj_l(linear_attention(q, k, v))
+    return run(q, k, v, None, None, **kept) + proj_l(linear_attention(q, k, v))

@@ -25,7 +25,7 @@ from ...wording import counted
 from ..families import family_of, model_in, weights_in
 from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections, why_not_replaceable
 from .linear_8bit import convert, error_of, from_values
-from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if
+from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if, read_config
 from .quantize_linears import convertible_linears, format_for, from_file_note, has_format
 from .tensor_files import Kind, read_header, write_tensors
 
@@ -112,7 +112,7 @@ def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
 def _of_folder(folder: Path, stack: ExitStack) -> _Model:
     model = empty_model(folder)
     files = _files_of(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(folder)
     opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {f for f, _ in files.values()}}
     weights = {
         name: LazyTensor(kind.shape, lambda name=name, file=file: opened[file].get_tensor(name))

@@ -1,4 +1,4 @@
-"""safetensors files written one tensor at a time, and their headers read without any tensor.
+"""safetensors files written one tensor at a time, and their headers.
 
 A file is the length of its header (8 bytes, little endian), the header as JSON, and the tensors' bytes in its order.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 DTYPES = {
     "F32": torch.float32,
@@ -41,20 +42,15 @@ class Kind(NamedTuple):
 def read_header(path: Path) -> tuple[dict[str, Kind], dict[str, str]]:
     """Return the kind of each tensor in a safetensors file by its name, and the file's metadata.
 
-    Raises ValueError if the file is not a safetensors file, or if its length is not what its header says.
+    The tensors are in the order of the file. Raises ValueError if it is not a safetensors file, or incomplete.
     """
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length) if length < path.stat().st_size else b"")
-        metadata = header.pop("__metadata__", {})
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        kinds = {name: Kind(DTYPES.get(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
-        raise ValueError(f"{path} is not a safetensors file; download or convert it again.") from None
-    if path.stat().st_size != 8 + length + end:
-        raise ValueError(f"{path} is not as long as its header says: it is incomplete; download or convert it again.")
-    return kinds, metadata
+        with safe_open(path, framework="pt") as file:
+            described = {name: file.get_slice(name) for name in file.offset_keys()}
+            kinds = {name: Kind(DTYPES.get(d.get_dtype()), tuple(d.get_shape())) for name, d in described.items()}
+            return kinds, file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"cannot read {path} ({error}); download or convert it again.") from None
 
 
 def write_tensors(

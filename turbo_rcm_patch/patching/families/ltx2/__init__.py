@@ -29,9 +29,8 @@ from ...steps.plan import Shared
 from ...steps.sparse_linear import SparseForm
 from ..family import GRAPH, Binding, Blocks, Family, Measured, Pipeline, Targets, graph_of
 from ..graphs import TransformerGraphs
-from ..wan.parts import embedder_forward
 from .block import decide
-from .call import TOPK, LTX2Block, usual_call
+from .call import TOPK, usual_call
 from .cases import CASES
 from .connector_free import pipeline_inputs
 from .forward import block_forward, block_inputs
@@ -65,12 +64,11 @@ LINEARS["feed_forward"] = tuple(f"{ff}.{name}" for ff in ("ff", "audio_ff") for 
 
 
 def _more(transformer: LTX2VideoTransformer3DModel, config: PatchConfig) -> Targets:
-    time_embed = ("time_embed", transformer.time_embed, embedder_forward)
     # Under a hook, such as model offloading, that holds the old forward, masks are not left out, and the model goes
     # without graphs.
     if hook_in_place_of_forward(transformer) and not only_shares_tokens(transformer):
-        return [time_embed]
-    return [("", transformer, transformer_forward), time_embed]
+        return []
+    return [("", transformer, transformer_forward)]
 
 
 def _attributes(transformer: LTX2VideoTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
@@ -86,7 +84,6 @@ LTX2 = Family(
             name="transformer_blocks",
             block_class=LTX2VideoTransformerBlock,
             forward=block_forward,
-            kind=LTX2Block(),
             parts={path: nn.Module if path.endswith("ff") else LTX2Attention for path in MODULES.values()},
             decide=decide,
             usual_call=usual_call,

@@ -8,7 +8,12 @@ from typing import NamedTuple
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.normalization import RMSNorm
-from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2Attention,
+    LTX2AudioVideoAttnProcessor,
+    LTX2PerturbedAttnProcessor,
+    LTX2VideoTransformerBlock,
+)
 from torch import nn
 
 from ....config import Exact
@@ -30,10 +35,11 @@ from ...steps.plan import MODULE, Call, Step
 from ...steps.sparse_linear import attention as sparse_attention
 from ...steps.sparse_linear import is_sparse
 from ..wan.block import quantized_attention, quantized_attention_between_all_to_alls, wide_attention
-from .call import LTX2Block, LTX2Call, Norm, Place, Prompt, norm_of
+from .call import LTX2Call, Norm, Place, Prompt, norm_of
 from .rope import SPLIT
 from .sub_layers import CrossAttention, Given, SelfAttention, Storages, Whole
 
+PROCESSORS = (LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor)  # whose work the steps do; others are called
 PYTORCH, NEEDS_MASK = "PyTorch ops", "attention mask"
 SELF_STEPS = ("QKV projection", "QK-norm + RoPE", "attention", "projection + skip")
 CROSS_STEPS = ("Q projection", "K and V projections", "QK-norm + RoPE", "attention", "projection + skip")
@@ -54,13 +60,11 @@ class Source(NamedTuple):
         return None if self.norm is None else self.norm(takes)
 
 
-def self_attention(
-    attn: nn.Module, norm: nn.Module, kind: LTX2Block, ltx2_call: LTX2Call, place: Place
-) -> SelfAttention | Whole:
+def self_attention(attn: nn.Module, norm: nn.Module, ltx2_call: LTX2Call, place: Place) -> SelfAttention | Whole:
     """Return a stream's attention to itself."""
     call, stream, asked = ltx2_call.call, place.stream, ltx2_call.why_not_asked("self_attention")
     norm = norm_of(norm, place.stored, call, asked)
-    reason = asked or _why_whole(attn, kind, ltx2_call, place)
+    reason = asked or _why_whole(attn, ltx2_call, place)
     if is_sparse(attn) and place.name in ltx2_call.masked:
         reason = reason or NEEDS_MASK  # the processor refuses it
     if reason is not None:
@@ -68,12 +72,12 @@ def self_attention(
     qkv, gates = qkv_projection(attn, stream.tokens, call), _head_gates(attn)
     normed = norm(qkv.takes if gates is None else None)
     out = projection_with_skip(list(attn.to_out), place.stored, place.result, stream, call, gated=True)
-    quantize, attended = _attention_within(attn, kind, ltx2_call, place, out.takes if gates is None else None)
+    quantize, attended = _attention_within(attn, ltx2_call, place, out.takes if gates is None else None)
     return SelfAttention(
         attn.heads,
         normed,
         qkv.fed_by(normed),
-        *_head_norms(attn, kind, call),
+        *_head_norms(attn, call),
         quantize,
         attended,
         gates,
@@ -82,7 +86,7 @@ def self_attention(
 
 
 def _attention_within(
-    attn: nn.Module, kind: LTX2Block, ltx2_call: LTX2Call, place: Place, result: torch.dtype | None
+    attn: nn.Module, ltx2_call: LTX2Call, place: Place, result: torch.dtype | None
 ) -> tuple[Step | None, Step]:
     """Return the steps of a self-attention that put q, k and v in 8 bits, or None, and that attend."""
     call = ltx2_call.call
@@ -94,7 +98,7 @@ def _attention_within(
         attended = attention(attn, call)
         few = None if isinstance(call.config, Exact) else "the audio's few tokens"
         return None, attended._replace(reason=attended.reason or few)
-    reason = why_not_quantized_attention(attn, kind.norm_class, call)
+    reason = why_not_quantized_attention(attn, nn.RMSNorm, call)
     if reason is not None:
         return None, wide_attention(attn, place.stream, call, reason)
     if attn.processor._parallel_config is not None:
@@ -105,7 +109,6 @@ def _attention_within(
 def prompt_attention(
     attn: nn.Module,
     norm: nn.Module,
-    kind: LTX2Block,
     ltx2_call: LTX2Call,
     place: Place,
     prompt: Prompt,
@@ -120,7 +123,7 @@ def prompt_attention(
     by_pytorch = Step(_modulate, PYTORCH, FEW_TOKENS)
     source = Source("prompt modulation", (lambda _: by_pytorch) if modulated else None, prompt.samples * prompt.tokens)
     norm = norm_of(norm, place.stored, ltx2_call.call, ltx2_call.why_not_asked("cross_attention"))
-    return _cross_attention(attn, norm, source, kind, ltx2_call, place, gated=gated)
+    return _cross_attention(attn, norm, source, ltx2_call, place, gated=gated)
 
 
 def norms_between(block: LTX2VideoTransformerBlock, ltx2_call: LTX2Call, kept: Storages) -> tuple[Step, Step] | None:
@@ -140,7 +143,6 @@ def norms_between(block: LTX2VideoTransformerBlock, ltx2_call: LTX2Call, kept: S
 
 def attentions_between(
     block: LTX2VideoTransformerBlock,
-    kind: LTX2Block,
     ltx2_call: LTX2Call,
     kept: Storages,
     norms: tuple[Step, Step] | None,
@@ -163,20 +165,20 @@ def attentions_between(
     if ltx2_call.gate_of_video is not None:
         place = Place("audio_to_video", video._replace(gate=ltx2_call.gate_of_video), kept.video, kept.video)
         source = Source(name, of_audio, audio.tokens)
-        to_video = _cross_attention(block.audio_to_video_attn, of_video, source, kind, ltx2_call, place, gated=True)
+        to_video = _cross_attention(block.audio_to_video_attn, of_video, source, ltx2_call, place, gated=True)
     if ltx2_call.gate_of_audio is not None:
         place = Place("video_to_audio", audio._replace(gate=ltx2_call.gate_of_audio), kept.audio, kept.audio)
         source = Source(name, of_video, video.tokens)
-        to_audio = _cross_attention(block.video_to_audio_attn, of_audio, source, kind, ltx2_call, place, gated=True)
+        to_audio = _cross_attention(block.video_to_audio_attn, of_audio, source, ltx2_call, place, gated=True)
     return to_video, to_audio
 
 
 def _cross_attention(
-    attn: nn.Module, norm: Norm, source: Source, kind: LTX2Block, ltx2_call: LTX2Call, place: Place, *, gated: bool
+    attn: nn.Module, norm: Norm, source: Source, ltx2_call: LTX2Call, place: Place, *, gated: bool
 ) -> CrossAttention | Whole:
     """Return an attention to a source. gated: True if the skip has a gate."""
     call, stream = ltx2_call.call, place.stream
-    reason = ltx2_call.why_not_asked("cross_attention") or _why_whole(attn, kind, ltx2_call, place)
+    reason = ltx2_call.why_not_asked("cross_attention") or _why_whole(attn, ltx2_call, place)
     if reason is not None:
         return _whole(attn, norm, source, place, call, reason, CROSS_STEPS)
     q, kv = projection(attn.to_q, stream.tokens, call), kv_projection(attn, source.tokens, call)
@@ -190,7 +192,7 @@ def _cross_attention(
         # For e4m3 the values are scaled in passes of their own, which only more queries than keys repay.
         result = out.takes if alone and gates is None and stream.tokens > source.tokens else None
         attended = attention(attn, call, crossing=alone, result=result)
-    norm_q, norm_k = _head_norms(attn, kind, call)
+    norm_q, norm_k = _head_norms(attn, call)
     return CrossAttention(
         attn.heads,
         normed,
@@ -223,10 +225,10 @@ def _call_attention(attn: nn.Module, normed: torch.Tensor, source: torch.Tensor 
     return attn(normed, encoder_hidden_states=source, **options)
 
 
-def _head_norms(attn: nn.Module, kind: LTX2Block, call: Call) -> tuple[Step, Step]:
+def _head_norms(attn: nn.Module, call: Call) -> tuple[Step, Step]:
     """Return the norms of queries and keys, with RoPE."""
     halves = attn.rope_type == SPLIT
-    norms = (head_norm(norm, kind.norm_class, attn.heads, call, halves=halves) for norm in (attn.norm_q, attn.norm_k))
+    norms = (head_norm(norm, nn.RMSNorm, attn.heads, call, halves=halves) for norm in (attn.norm_q, attn.norm_k))
     return tuple(norms)
 
 
@@ -259,17 +261,17 @@ def _attend_with_mask(attn, q, k, v, mask):
     return dispatch_attention_fn(q, k, v, attn_mask=mask, **options).type_as(q)
 
 
-def _why_whole(attn: nn.Module, kind: LTX2Block, ltx2_call: LTX2Call, place: Place) -> str | None:
+def _why_whole(attn: nn.Module, ltx2_call: LTX2Call, place: Place) -> str | None:
     """Return why an attention's module must be called as a whole, or None."""
-    return why_not_fused_attention(attn, kind) or dict(ltx2_call.whole).get(place.name)
+    return why_not_fused_attention(attn) or dict(ltx2_call.whole).get(place.name)
 
 
-def why_not_fused_attention(attn: nn.Module, kind: LTX2Block) -> str | None:
+def why_not_fused_attention(attn: nn.Module) -> str | None:
     """Return why the attention module must be called as a whole, or None: a hook, or a processor of another class."""
-    if type(attn) is kind.attention_class:
+    if type(attn) is LTX2Attention:
         processor = type(attn.processor)
-        if processor not in kind.processors and not is_sparse(attn):
+        if processor not in PROCESSORS and not is_sparse(attn):
             return f"processor {processor.__name__}"
         if not is_original(processor.__call__, processor):
             return f"{processor.__name__} changed by a program"
-    return why_not_plain(attn, kind.attention_class)
+    return why_not_plain(attn, LTX2Attention)

@@ -8,11 +8,6 @@ from typing import NamedTuple
 
 import torch
 from diffusers.models.normalization import RMSNorm
-from diffusers.models.transformers.transformer_ltx2 import (
-    LTX2Attention,
-    LTX2AudioVideoAttnProcessor,
-    LTX2PerturbedAttnProcessor,
-)
 from torch import nn
 
 from ...steps.layers import layer_norm, layer_norm_by_module
@@ -25,17 +20,6 @@ TOPK = 0.3  # the share of key blocks that TurboT2AV's sparse attention keeps
 TOKENS, AUDIO_TOKENS, TEXT_TOKENS = 6144, 126, 1024  # a video of 121 frames at 768×512 with its sound, and a prompt
 
 Norm = Callable[[torch.dtype | None], Step]  # from the 8-bit format that the next step takes
-
-
-class LTX2Block(NamedTuple):
-    """The classes of an LTX-2 block's parts.
-
-    processors: those whose work the steps do; any other one is called.
-    """
-
-    attention_class: type[nn.Module] = LTX2Attention
-    processors: tuple[type, ...] = (LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor)
-    norm_class: type[nn.Module] = nn.RMSNorm
 
 
 class Prompt(NamedTuple):

@@ -1,4 +1,4 @@
-"""The forwards that the patch binds on an LTX-2 model: of its blocks, and of the model and its time embedding."""
+"""The forward that the patch binds on LTX-2's blocks."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _given(
 def run_block(block: LTX2VideoTransformerBlock, given: Arguments, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a block by its plan."""
     state = state_of(block)
-    plan = state.plans.get(block, _call_of(block, given, inputs), partial(decide, state.kind))
+    plan = state.plans.get(block, _call_of(block, given, inputs), decide)
     if is_due(state.shared):
         values = (part for value in given for part in (value if isinstance(value, tuple) else (value,)))
         tensors = [value for value in values if isinstance(value, torch.Tensor)]

@@ -10,7 +10,6 @@ from torch import nn
 from ...steps.residual import Storage
 from ..family import Outputs
 from ..wan.measured import on_the_norm_of
-from .call import LTX2Block
 from .forward import Arguments
 from .rope import rotate
 from .sub_layers import SUB_LAYERS, BlockPlan, Inputs, Whole
@@ -63,7 +62,7 @@ def _stored(x: torch.Tensor, storage: Storage) -> torch.Tensor:
 
 
 def self_attention_qkv(
-    kind: LTX2Block, oracle: nn.Module, args: tuple, kwargs: Mapping[str, object], outputs: Outputs
+    oracle: nn.Module, args: tuple, kwargs: Mapping[str, object], outputs: Outputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the q, k and v [B, S, H, D] of the oracle's video self-attention, after norms and rotation."""
     attn = oracle.attn1

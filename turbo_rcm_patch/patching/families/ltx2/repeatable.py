@@ -9,6 +9,7 @@ from diffusers.models.embeddings import PixArtAlphaCombinedTimestepSizeEmbedding
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_ltx2 import (
     LTX2AdaLayerNormSingle,
+    LTX2Attention,
     LTX2AudioVideoRotaryPosEmbed,
     LTX2VideoTransformer3DModel,
     LTX2VideoTransformerBlock,
@@ -17,18 +18,17 @@ from torch import nn
 
 from .. import repeatable
 from .attentions import why_not_fused_attention
-from .call import LTX2Block
 
 _KNOWN = (
     nn.LayerNorm,
     nn.RMSNorm,
     LTX2AdaLayerNormSingle,
+    LTX2Attention,
     LTX2AudioVideoRotaryPosEmbed,
     LTX2VideoTransformer3DModel,
     LTX2VideoTransformerBlock,
     PixArtAlphaCombinedTimestepSizeEmbeddings,
     RMSNorm,
-    LTX2Block().attention_class,
 )
 
 
@@ -37,8 +37,7 @@ def why_not_repeatable(module: nn.Module, device: torch.device, forward: Callabl
 
     device: of the inputs. forward: the patch's own forward on the instance.
     """
-    kind = LTX2Block()
     reason = repeatable.why_not_repeatable(module, device, _KNOWN, forward)
-    if reason is None and type(module) is kind.attention_class:
-        reason = why_not_fused_attention(module, kind) or repeatable.why_not_repeatable_attention(module)
+    if reason is None and type(module) is LTX2Attention:
+        reason = why_not_fused_attention(module) or repeatable.why_not_repeatable_attention(module)
     return reason

@@ -170,7 +170,7 @@ def _attend(sub_layer: SelfAttention | CrossAttention, qkv: tuple, mask: torch.T
     attended = attention.run(*qkv) if mask is None else attention.run(*qkv, mask)
     if sub_layer.head_gates is not None:
         attended = sub_layer.head_gates.run(attended, normed)
-    return attended.flatten(2) if isinstance(attended, torch.Tensor) else attended  # as in wan/sub_layers.py
+    return attended if attention.gives else attended.flatten(2)
 
 
 def _rows_of_attention(sub_layer: SelfAttention | CrossAttention) -> Rows:

@@ -30,6 +30,11 @@ class TokenRuns(NamedTuple):
     storage: StorageWeakRef
     version: int
 
+    @classmethod
+    def of(cls, timestep_proj: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor) -> TokenRuns:
+        """Return the runs of a timestep_proj that may still be written to."""
+        return cls(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()), timestep_proj._version)
+
     def made(self, temb: torch.Tensor) -> bool:
         """True if temb [B, S, 6, C] is that timestep_proj or a view of all of it, unchanged since."""
         same = not self.storage.expired() and self.storage == StorageWeakRef(temb.untyped_storage())
@@ -49,7 +54,7 @@ def embedder_forward(
     timestep [B], or [B·S] with S as timestep_seq_len; returns temb, timestep_proj, and the projected text and image.
     """
     shared: Shared = getattr(self, SHARED)
-    shared.begin_forward()
+    shared.runs = None
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
     if timestep_seq_len is None or not _may_embed_runs(self, timestep, *prompt):
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)
@@ -65,7 +70,7 @@ def embedder_forward(
     with torch.inference_mode(False), torch.no_grad():
         timestep_proj = expand(rows)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    shared.runs = TokenRuns(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()), timestep_proj._version)
+    shared.runs = TokenRuns.of(timestep_proj, rows, starts)
     return expand(temb), timestep_proj, *projected
 
 

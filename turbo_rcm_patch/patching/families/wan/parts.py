@@ -1,4 +1,4 @@
-"""The parts of Wan's blocks that the general code needs, and the methods that are bound beside the blocks."""
+"""The parts of Wan's blocks that the general code needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from ....config import PatchConfig
-from ...steps.plan import SHARED, Shared
 from ...steps.sparse_linear import SparseForm, rotate
-from ..family import Blocks, Measured, Sizes, Targets
-from .block import WanBlock, decide, usual_call
+from ..family import Blocks, Measured, Sizes
+from .block import WanBlock, usual_call
 from .forward import block_forward
 from .measured import self_attention_qkv, sub_layer_terms
 from .random_weights import RANDOM_WEIGHTS
@@ -48,14 +46,14 @@ def wan_blocks(
     """
     parts = {"attn1": kind.attention_class, "attn2": kind.attention_class, "ffn": nn.Module}
     sparse = SparseForm(kind.self_processor, partial(_rotate, kind)) if can_be_sparse else None
-    measured = Measured(kind.inputs, sub_layer_terms, self_attention_qkv)
+    measured = Measured(kind.inputs, sub_layer_terms, partial(self_attention_qkv, kind))
     return Blocks(
         name=name,
         block_class=block_class,
         forward=forward,
         kind=kind,
         parts=parts,
-        decide=decide,
+        decide=kind.plan_for,
         usual_call=usual_call,
         linears=LINEARS,
         self_attention="attn1",
@@ -68,21 +66,3 @@ def wan_blocks(
 
 def _rotate(kind: WanBlock, attn: nn.Module, x: torch.Tensor, rotary: object) -> torch.Tensor:
     return rotate(x, *kind.angles(rotary))
-
-
-def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-    """The forward of a transformer's embedder, which runs before the blocks; bound on instances."""
-    shared: Shared = getattr(self, SHARED)
-    shared.begin_forward()
-    return type(self).forward(self, *args, **kwargs)
-
-
-def embedder(
-    transformer: nn.Module,
-    config: PatchConfig,
-    *,
-    path: str = "condition_embedder",
-    forward: Callable = embedder_forward,
-) -> Targets:
-    """Return the transformer's embedder, which runs before the blocks, with its forward, for `Family.more`."""
-    return [(path, transformer.get_submodule(path), forward)]

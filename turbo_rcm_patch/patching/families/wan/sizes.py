@@ -97,6 +97,11 @@ def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int
     return block + 2 * FP32_BYTES * config["attention_head_dim"] + _hints(config) * wide * C
 
 
+def unpatched_bytes_with_modulation(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:
+    """Return what `unpatched_bytes_per_token` does for a model that always keeps a modulation of each token."""
+    return unpatched_bytes_per_token(config, wide, lora, own_timesteps=True)
+
+
 SIZES = Sizes(
     ("num_attention_heads", "ffn_dim"),
     tokens,

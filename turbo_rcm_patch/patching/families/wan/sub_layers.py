@@ -59,8 +59,7 @@ class SelfAttention:
         q, k, v = self.norm_q.run(q, tables), self.norm_k.run(k, tables), v.unflatten(2, (self.heads, -1))
         attended = self.attention.run(q, k, v)
         del q, k, v  # before the result is allocated
-        # A hook that proj_l got in this forward makes sparse attention give a tensor where the plan says e4m3.
-        return self.out.run(attended.flatten(2) if isinstance(attended, torch.Tensor) else attended, x, gate)
+        return self.out.run(attended if self.attention.gives else attended.flatten(2), x, gate)
 
     def rows(self) -> Rows:
         yield "norm + modulation", (self.norm,)
