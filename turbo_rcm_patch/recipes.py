@@ -104,16 +104,21 @@ class Recipe:
 
         Raises ValueError if the recipe's authors publish no spacing, and for fewer steps than it takes.
         """
-        try:
-            steps = operator.index(steps)
-        except TypeError:
-            raise ValueError(f"steps={steps!r}; give a whole number.") from None
+        steps = whole_number(steps, "steps")
         if steps in self.accepted_steps:
             return self
         if self.shift is not None and steps > self.steps:
             return dataclasses.replace(self, sigmas=evenly_spaced(steps, self.shift))
         others = "" if self.shift is not None else " For others, give a Recipe with sigmas of your own."
         raise ValueError(f"steps={steps}: {self.name} takes {self.takes} steps.{others}")
+
+
+def whole_number(value: object, name: str) -> int:
+    """Return an integer as Python's. Raises ValueError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}; give a whole number.") from None
 
 
 def checked_times(values: Iterable[float], name: str, largest: float) -> tuple[float, ...]:

@@ -6,7 +6,6 @@ solvers.py has their maths, recipes.py the settings of each checkpoint.
 from __future__ import annotations
 
 import math
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -18,8 +17,9 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 from diffusers.utils.torch_utils import randn_tensor
 
-from .recipes import RECIPES, Recipe, are_evenly_spaced, checked_times
+from .recipes import RECIPES, Recipe, are_evenly_spaced, checked_times, whole_number
 from .solvers import euler_step, lcm_step, model_timesteps, rcm_times, sde_step
+from .wording import name_of_dtype
 
 Generator = torch.Generator | list[torch.Generator]
 
@@ -135,7 +135,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
     def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return N steps' times with the final 0, fp64 [N + 1], and their configured timesteps [N], or None."""
         longest = len(self.config.sigmas)
-        steps = longest if num_inference_steps is None else _as_int(num_inference_steps)
+        steps = longest if num_inference_steps is None else whole_number(num_inference_steps, "num_inference_steps")
         if steps not in range(1 if self.config.fewer_steps else longest, longest + 1):
             takes = f"1 to {longest}" if self.config.fewer_steps else str(longest)
             raise ValueError(
@@ -364,7 +364,7 @@ class RCMScheduler(FewStepScheduler):
         """Return the published times of 1 to 4 steps, or the configured sigmas, one per step."""
         if self.config.sigmas is not None:
             return _with_end(self.config.sigmas), None
-        return rcm_times(_as_int(num_inference_steps), self.config.sigma_max), None
+        return rcm_times(whole_number(num_inference_steps, "num_inference_steps"), self.config.sigma_max), None
 
 
 def scheduler_of(
@@ -397,12 +397,4 @@ def _check_timesteps(num_train_timesteps: int, boundary_timestep: float | None) 
 def _check_floating(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise TypeError(f"{name} is {dtype}; give a floating-point tensor: {name}.float().")
-
-
-def _as_int(num_inference_steps) -> int:
-    try:
-        return operator.index(num_inference_steps)
-    except TypeError:
-        raise ValueError(f"num_inference_steps={num_inference_steps!r}; give a whole number.") from None
+            raise TypeError(f"{name} is {name_of_dtype(tensor.dtype)}; give a floating-point tensor: {name}.float().")

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..wording import name_of_dtype
 from .lycoris import FACTORS, Product, kinds_of, product_of
 from .names import ModelNames, Names, owner_in, without_prefix
 from .peft_config import PeftConfig
@@ -274,7 +275,7 @@ class _Entry:
 
     def _check_dtype(self, key: str, tensor: torch.Tensor) -> None:
         if not tensor.is_floating_point():
-            self._misfits.append(f"{key} holds {str(tensor.dtype).removeprefix('torch.')}, not floating-point numbers")
+            self._misfits.append(f"{key} holds {name_of_dtype(tensor.dtype)}, not floating-point numbers")
 
     def _add_difference(self, key: str, difference: torch.Tensor, part: str) -> None:
         parameter = self._names.parameter(self._name, part)
