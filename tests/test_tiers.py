@@ -48,7 +48,7 @@ def test_unknown_presets_are_refused_by_name():
             resolve_config(wrong)
 
 
-EIGHT_BITS = {"quantize": ("linears",), "keep": ("blocks.0",), "restorable": False}
+EIGHT_BITS = {"quantize": ("attention",), "keep": ("blocks.0",), "restorable": False}
 OWN = {
     "exact": {},
     "quantized": EIGHT_BITS | {"exact_steps": (1, 2)},
@@ -143,8 +143,10 @@ def test_the_quantized_tiers_limits_are_signal_to_noise_ratios():
 
 
 def test_values_of_the_8_bit_options():
-    config = trp.Quantized(quantize=["linears"], keep=["blocks.0.*"], exact_steps=[1, 2])
-    assert (config.quantize, config.keep, config.exact_steps) == (("linears",), ("blocks.0.*",), (1, 2))
+    config = trp.Quantized(quantize=["attention"], keep=["blocks.0.*"], exact_steps=[1, 2])
+    assert (config.quantize, config.keep, config.exact_steps) == (("attention",), ("blocks.0.*",), (1, 2))
+    with pytest.raises(ValueError, match=r"exact_steps=\(1, 2\) changes nothing: quantize=\('linears',\)"):
+        replace(config, quantize=["linears"])
     for config_class in (trp.Quantized, trp.Sparse, trp.BlockSparse):
         with pytest.raises(
             ValueError, match="quantize='linears' is a string; give a list with any of attention, linears"
@@ -210,15 +212,12 @@ def test_values_of_the_sparse_options(config_class, option, wrong, message):
         config_class(**{option: wrong})
 
 
-def test_what_runs_in_8_bits_or_exactly():
+def test_what_runs_in_8_bits():
     for config_class in (trp.Quantized, trp.Sparse, trp.BlockSparse):
         config = config_class(quantize=["linears"])
         assert config.in_8_bits("linears")
         assert not config.in_8_bits("attention")
     assert not trp.Exact().in_8_bits("linears")
-    assert trp.Exact().attends_exactly
-    assert trp.Quantized(quantize=["linears"]).attends_exactly
-    assert not any(config.attends_exactly for config in (trp.Quantized(), trp.Sparse(quantize=()), trp.BlockSparse()))
 
 
 def test_limits_without_8_bits():

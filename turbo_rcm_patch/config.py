@@ -65,6 +65,7 @@ class PatchConfig:
 
     tier: ClassVar[Tier]
     # The values for tiers without these options.
+    quantize: ClassVar[tuple[str, ...]] = ()
     exact_steps: ClassVar[tuple[int, int] | None] = None
     keep: ClassVar[tuple[str, ...]] = ()
     restorable: ClassVar[bool] = True
@@ -101,14 +102,9 @@ class PatchConfig:
                 )
 
     @property
-    def attends_exactly(self) -> bool:
-        """True if no self-attention errs more than in the exact tier."""
-        return False
-
-    @property
     def limits(self) -> ErrorLimits:
-        """The errors that are allowed with these options."""
-        return self.tier.limits
+        """The errors that are allowed with these options: the tier's, or the exact tier's if nothing is in 8 bits."""
+        return self.tier.limits if self.quantize else replace(EXACT.limits, choice=self.tier.limits.choice)
 
     @property
     def decode_limits(self) -> ErrorLimits:
@@ -117,7 +113,7 @@ class PatchConfig:
 
     def in_8_bits(self, part: str) -> bool:
         """True if a part of a block, one of QUANTIZABLE, is computed in 8 bits."""
-        return False
+        return part in self.quantize
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
@@ -156,26 +152,12 @@ class _In8Bits(PatchConfig):
         self._set("keep", _names_to_keep(self.keep))
         _check_flag("restorable", self.restorable)
 
-    @property
-    def limits(self) -> ErrorLimits:
-        """The tier's limits, or the exact tier's if nothing is in 8 bits."""
-        return self.tier.limits if self.quantize else replace(EXACT.limits, choice=self.tier.limits.choice)
-
-    def in_8_bits(self, part: str) -> bool:
-        """True if a part of a block, one of QUANTIZABLE, is computed in 8 bits."""
-        return part in self.quantize
-
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(PatchConfig):
     """The model's own bf16, fp16 or fp32, no less accurate than the unpatched model. All options: see `PatchConfig`."""
 
     tier: ClassVar[Tier] = EXACT
-
-    @property
-    def attends_exactly(self) -> bool:
-        """True: this is the exact tier."""
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +170,8 @@ class Quantized(_In8Bits):
             with wildcards: "blocks.0", "*.ffn.net.2". A name that ends in ".processor" is that of a self-attention
             which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
             ``turbo-rcm verify --keep-out`` wrote.
-        exact_steps: (first, last): in how many of a generation's first and last steps attention runs exactly. Needs a
-            patched pipeline, whose scheduler counts the steps.
+        exact_steps: (first, last): in how many of a generation's first and last steps attention runs exactly. Needs
+            "attention" in `quantize`, and a patched pipeline, whose scheduler counts the steps.
         restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
     """
 
@@ -200,11 +182,11 @@ class Quantized(_In8Bits):
     def __post_init__(self):
         super().__post_init__()
         self._check_pair("exact_steps", "(first, last), two whole numbers of steps, at least 0", 0)
-
-    @property
-    def attends_exactly(self) -> bool:
-        """True if attention is not in 8 bits."""
-        return "attention" not in self.quantize
+        if self.exact_steps is not None and "attention" not in self.quantize:
+            raise ValueError(
+                f"exact_steps={self.exact_steps!r} changes nothing: quantize={self.quantize!r} has no attention in 8 "
+                "bits; leave exact_steps at None."
+            )
 
 
 SLA_TOPK = 0.1  # the share of key blocks that TurboDiffusion publishes for Wan

@@ -12,6 +12,8 @@ from types import MethodType
 
 import torch
 
+from .wording import name_of_dtype
+
 
 def why_not_plain(module: torch.nn.Module, expected: type) -> str | None:
     """Return why `module` is not a plain `expected`, or None. A plain module has no hooks and ordinary weights."""
@@ -24,7 +26,7 @@ def why_not_linear(linear: torch.nn.Module, device: torch.device, dtype: torch.d
     """Return why a kernel may not read a linear's weight for inputs of this device and dtype, or None if it may."""
     reason = why_not_plain(linear, torch.nn.Linear)
     if reason is None and linear.weight.dtype != dtype:
-        reason = f"{str(linear.weight.dtype).removeprefix('torch.')} weight"
+        reason = f"{name_of_dtype(linear.weight.dtype)} weight"
     return reason or _elsewhere(linear, device)
 
 

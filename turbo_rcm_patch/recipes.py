@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -68,16 +68,14 @@ class Recipe:
             )
         if self.boundary is not None and not (isinstance(self.boundary, Real) and 0 < self.boundary < 1):
             raise ValueError(f"boundary={self.boundary!r}; give a time between 0 and 1.")
-        for field in ("sigmas", "timesteps"):
-            value = getattr(self, field)
-            if value is None:
-                continue
-            try:
-                object.__setattr__(self, field, tuple(map(float, value)))
-            except (TypeError, ValueError):
-                raise ValueError(f"{field}={value!r}; give one or more numbers, highest first.") from None
-        _check_times(self.sigmas, self.timesteps)
-        if self.shift is not None and not _are_close(self.sigmas, evenly_spaced(self.steps, self.shift)):
+        for field, largest in (("sigmas", 1.0), ("timesteps", math.inf)):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, checked_times(getattr(self, field), field, largest))
+        if self.sigmas and self.timesteps and len(self.sigmas) != len(self.timesteps):
+            raise ValueError(
+                f"{len(self.timesteps)} timesteps for {len(self.sigmas)} sigmas; give one timestep for each sigma."
+            )
+        if self.shift is not None and not are_evenly_spaced(self.sigmas or (), self.shift):
             raise ValueError(
                 f"recipe {self.name!r} has sigmas that shift={self.shift} does not give; give "
                 f"sigmas=evenly_spaced({self.steps}, {self.shift:g}), or leave shift out."
@@ -106,10 +104,7 @@ class Recipe:
 
         Raises ValueError if the recipe's authors publish no spacing, and for fewer steps than it takes.
         """
-        try:
-            steps = operator.index(steps)
-        except TypeError:
-            raise ValueError(f"steps={steps!r}; give a whole number.") from None
+        steps = whole_number(steps, "steps")
         if steps in self.accepted_steps:
             return self
         if self.shift is not None and steps > self.steps:
@@ -118,25 +113,27 @@ class Recipe:
         raise ValueError(f"steps={steps}: {self.name} takes {self.takes} steps.{others}")
 
 
-def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | None) -> None:
-    """Raise ValueError unless both decrease strictly, sigmas in (0, 1] and as many timesteps above 0."""
-    for name, values, largest in (("sigmas", sigmas, 1.0), ("timesteps", timesteps, math.inf)):
-        if values is None:
-            continue
-        if len(values) == 0:
-            raise ValueError(f"{name}={list(values)}; give one or more numbers, highest first.")
-        decreasing = all(after < before for before, after in itertools.pairwise(values))
-        if not (decreasing and values[-1] > 0 and values[0] <= largest and math.isfinite(values[0])):
-            limit = f"in (0, {largest:g}]" if math.isfinite(largest) else "above 0, finite and"
-            raise ValueError(
-                f"{name}={list(values)}; give numbers {limit} that decrease strictly, without the final 0."
-            )
-    if timesteps is not None and sigmas is not None and len(timesteps) != len(sigmas):
-        raise ValueError(f"{len(timesteps)} timesteps for {len(sigmas)} sigmas; give one timestep for each sigma.")
+def whole_number(value: object, name: str) -> int:
+    """Return an integer as Python's. Raises ValueError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}; give a whole number.") from None
 
 
-def _are_close(sigmas: Sequence[float] | None, others: Sequence[float]) -> bool:
-    return sigmas is not None and all(abs(a - b) < 1e-6 for a, b in zip(sigmas, others, strict=True))
+def checked_times(values: Iterable[float], name: str, largest: float) -> tuple[float, ...]:
+    """Return times as floats. Raises ValueError unless they are in (0, largest], finite, and decrease strictly."""
+    try:
+        times = tuple(map(float, values))
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for rows of numbers
+        times = ()
+    if not times:
+        raise ValueError(f"{name}={values!r}; give one or more numbers, highest first.")
+    decreasing = all(after < before for before, after in itertools.pairwise(times))
+    if not (decreasing and times[-1] > 0 and times[0] <= largest and math.isfinite(times[0])):
+        limit = f"in (0, {largest:g}]" if math.isfinite(largest) else "above 0, finite and"
+        raise ValueError(f"{name}={list(times)}; give numbers {limit} that decrease strictly, without the final 0.")
+    return times
 
 
 def shifted(sigmas: Sequence[float], shift: float) -> tuple[float, ...]:
@@ -147,6 +144,12 @@ def shifted(sigmas: Sequence[float], shift: float) -> tuple[float, ...]:
 def evenly_spaced(steps: int, shift: float) -> tuple[float, ...]:
     """Return the σ of ``steps`` even steps from 1, warped by the shift: the times of shifted flow matching."""
     return shifted([1 - step / steps for step in range(steps)], shift)
+
+
+def are_evenly_spaced(sigmas: Sequence[float], shift: float = 1.0) -> bool:
+    """True for the σ of `evenly_spaced`."""
+    pairs = zip(sigmas, evenly_spaced(len(sigmas), shift), strict=True)
+    return len(sigmas) > 0 and all(abs(one - other) < 1e-6 for one, other in pairs)
 
 
 # DMD's timesteps, and their σ: each is the nearest to the timestep in the table of σ = 8s/(1 + 7s), s in thousandths.

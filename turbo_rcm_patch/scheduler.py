@@ -6,7 +6,6 @@ solvers.py has their maths, recipes.py the settings of each checkpoint.
 from __future__ import annotations
 
 import math
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -18,8 +17,9 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 from diffusers.utils.torch_utils import randn_tensor
 
-from .recipes import RECIPES, Recipe
+from .recipes import RECIPES, Recipe, are_evenly_spaced, checked_times, whole_number
 from .solvers import euler_step, lcm_step, model_timesteps, rcm_times, sde_step
+from .wording import name_of_dtype
 
 Generator = torch.Generator | list[torch.Generator]
 
@@ -111,15 +111,18 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         mu: LTX-2's pipelines pass it, and 1, 1 − 1/N, … as sigmas for a call without sigmas of its own. These choose N
         configured times then.
         """
-        if mu is not None and sigmas is not None and _are_evenly_spaced(sigmas):
+        if mu is not None and sigmas is not None and are_evenly_spaced(sigmas):
             num_inference_steps, sigmas = len(sigmas), None
         if sigmas is not None and timesteps is not None:
             raise ValueError("both sigmas and timesteps were given; they say the same, so give one.")
-        known = None
+        known, last = None, self.config.num_train_timesteps
         if timesteps is not None:
-            times = _user_times(timesteps, "timesteps", self.config.num_train_timesteps)
+            given = checked_times(timesteps, "timesteps", last)
+            if given[0] <= 1 < last:
+                raise ValueError(f"timesteps={list(given)} look like times in (0, 1]; pass those as sigmas.")
+            times = _with_end(given) / last
         elif sigmas is not None:
-            times = _user_times(sigmas, "sigmas")
+            times = _with_end(checked_times(sigmas, "sigmas", 1.0))
         else:
             times, known = self._configured_times(num_inference_steps)
         if num_inference_steps not in (None, len(times) - 1):
@@ -132,7 +135,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
     def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return N steps' times with the final 0, fp64 [N + 1], and their configured timesteps [N], or None."""
         longest = len(self.config.sigmas)
-        steps = longest if num_inference_steps is None else _as_int(num_inference_steps)
+        steps = longest if num_inference_steps is None else whole_number(num_inference_steps, "num_inference_steps")
         if steps not in range(1 if self.config.fewer_steps else longest, longest + 1):
             takes = f"1 to {longest}" if self.config.fewer_steps else str(longest)
             raise ValueError(
@@ -141,7 +144,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
             )
         known = self.config.timesteps
         known = None if known is None else torch.tensor(known[:steps], dtype=torch.float32)
-        return _user_times(self.config.sigmas[:steps], "sigmas"), known
+        return _with_end(self.config.sigmas[:steps]), known
 
     def _more_steps(self) -> str:
         """Return a sentence on how to sample in more steps, or nothing for a recipe without a known spacing."""
@@ -352,16 +355,16 @@ class RCMScheduler(FewStepScheduler):
         if sigma_max is None:  # how other schedulers' configs say "not set"
             self.register_to_config(sigma_max=80.0)
         if sigmas is not None:
-            self.register_to_config(sigmas=_numbers(sigmas, "sigmas").tolist())
+            self.register_to_config(sigmas=list(checked_times(sigmas, "sigmas", 1.0)))
         _check_timesteps(num_train_timesteps, boundary_timestep)
         self.solver, self.state_dtype = ("sde" if stochastic else "euler"), "float64"
-        self._set_times(rcm_times(1, self.config.sigma_max) if sigmas is None else _user_times(sigmas, "sigmas"))
+        self.set_timesteps(1 if sigmas is None else len(self.config.sigmas))
 
     def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, None]:
         """Return the published times of 1 to 4 steps, or the configured sigmas, one per step."""
         if self.config.sigmas is not None:
-            return _user_times(self.config.sigmas, "sigmas"), None
-        return rcm_times(_as_int(num_inference_steps), self.config.sigma_max), None
+            return _with_end(self.config.sigmas), None
+        return rcm_times(whole_number(num_inference_steps, "num_inference_steps"), self.config.sigma_max), None
 
 
 def scheduler_of(
@@ -378,33 +381,9 @@ def scheduler_of(
     return FewStepScheduler(**{name: getattr(recipe, name) for name in own}, **shared, recipe=recipe.name)
 
 
-def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float = 1.0) -> torch.Tensor:
-    """Return the user's times divided by scale, with the final 0: fp64 [N + 1]."""
-    values = _numbers(values, name)
-    decreasing = bool((values.diff() < 0).all())
-    if not (decreasing and values[-1] > 0 and values[0] <= scale):
-        raise ValueError(
-            f"{name}={values.tolist()}; give numbers in (0, {scale:g}] that decrease strictly, without the final 0."
-        )
-    if scale > 1 and values[0] <= 1:
-        raise ValueError(f"{name}={values.tolist()} look like times in (0, 1]; pass those as sigmas.")
-    return torch.cat([values / scale, values.new_zeros(1)])
-
-
-def _numbers(values: Sequence[float] | torch.Tensor, name: str) -> torch.Tensor:
-    """Return numbers as fp64 [N] on the CPU. Raises ValueError for anything else, and for none."""
-    try:
-        found = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name}={values!r}; give one or more numbers, highest first.") from None
-    if found.dim() != 1 or len(found) == 0:
-        raise ValueError(f"{name} has shape {list(found.shape)}; give one or more numbers, highest first.")
-    return found
-
-
-def _are_evenly_spaced(sigmas: Sequence[float] | torch.Tensor) -> bool:
-    """True for 1, 1 − 1/N, …, 1/N."""
-    return all(abs(float(sigma) - (1 - step / len(sigmas))) < 1e-6 for step, sigma in enumerate(sigmas))
+def _with_end(times: Sequence[float]) -> torch.Tensor:
+    """Return times with the final 0, fp64 [N + 1]."""
+    return torch.tensor([*times, 0.0], dtype=torch.float64)
 
 
 def _check_timesteps(num_train_timesteps: int, boundary_timestep: float | None) -> None:
@@ -418,12 +397,4 @@ def _check_timesteps(num_train_timesteps: int, boundary_timestep: float | None) 
 def _check_floating(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise TypeError(f"{name} is {dtype}; give a floating-point tensor: {name}.float().")
-
-
-def _as_int(num_inference_steps) -> int:
-    try:
-        return operator.index(num_inference_steps)
-    except TypeError:
-        raise ValueError(f"num_inference_steps={num_inference_steps!r}; give a whole number.") from None
+            raise TypeError(f"{name} is {name_of_dtype(tensor.dtype)}; give a floating-point tensor: {name}.float().")

@@ -235,34 +235,19 @@ def named(prefix, tensors):
 
 
 @pytest.mark.parametrize(("one", "other"), [("official", "bare"), ("kohya", "diffusers"), ("diffusers", "official")])
-def test_a_linear_named_twice_is_refused_where_it_differs_and_else_reported(one, other):
-    model, first = tiny_wan_transformer(), named(TO_Q[one], PAIR)
-    lora = read_lora(first | named(TO_Q[other], PAIR), model)
-    assert list(lora.pairs) == ["blocks.0.attn1.to_q"]
-    assert lora.unused == {TO_Q[other] + name: f"the same as {TO_Q[one]}{name}" for name in PAIR}
-    for changed in (
-        {**PAIR, "lora_up.weight": torch.zeros(128, 4)},
-        {"lora_down.weight": torch.ones(8, 128), "lora_up.weight": torch.ones(128, 8)},
-        {**PAIR, "alpha": torch.tensor(2.0)},  # the same matrices of another strength
-    ):
-        with pytest.raises(ValueError, match="has different values for the same weight") as error:
-            read_lora(first | named(TO_Q[other], changed), model)
-        assert f"{TO_Q[one]}lora_" in str(error.value)
-        assert f"{TO_Q[other]}lora_" in str(error.value)
+def test_a_linear_named_twice_is_refused(one, other):
+    with pytest.raises(ValueError, match="has the same weight twice") as error:
+        read_lora(named(TO_Q[one], PAIR) | named(TO_Q[other], PAIR), tiny_wan_transformer())
+    assert f"{TO_Q[one]}lora_down.weight and {TO_Q[other]}lora_down.weight" in str(error.value)
 
 
-def test_a_part_under_two_endings_or_two_names_of_a_parameter_is_not_added_twice():
-    model, change = tiny_wan_transformer(), torch.ones(1, 6, 128)
-    lora = read_lora({"blocks.0.diff_m": change, "lora_unet_blocks_0.modulation.diff": change}, model)
-    assert torch.equal(lora.differences["blocks.0.scale_shift_table"], change)
-    assert lora.unused == {"lora_unet_blocks_0.modulation.diff": "the same as blocks.0.diff_m"}
-    with pytest.raises(
-        ValueError, match=r"different values for the same weight: blocks\.0\.norm3\.diff and blocks\.0\.norm2\.diff\."
-    ):
-        read_lora({"blocks.0.norm3.diff": torch.ones(128), "blocks.0.norm2.diff": torch.zeros(128)}, model)
-    again = {TO_Q["bare"] + "lora_A.weight": torch.zeros(4, 128)}
-    with pytest.raises(ValueError, match=r"q\.lora_down\.weight and blocks\.0\.self_attn\.q\.lora_A\.weight"):
-        read_lora(named(TO_Q["bare"], PAIR) | again, model)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("blocks.0.diff_m", "lora_unet_blocks_0.modulation.diff"), ("blocks.0.norm3.diff", "blocks.0.norm2.diff")],
+)
+def test_a_part_under_two_endings_or_two_names_of_a_parameter_is_refused(one, other):
+    with pytest.raises(ValueError, match=rf"the same weight twice: {re.escape(one)} and {re.escape(other)}\."):
+        read_lora({one: torch.ones(128), other: torch.ones(128)}, tiny_wan_transformer())
 
 
 def test_parts_of_one_linear_may_be_written_by_different_tools():

@@ -7,7 +7,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.memory.empty_models import empty_models, expands_timesteps, with_empty_projections
+from turbo_rcm_patch.memory.empty_models import empty_models, facts_of_class, with_empty_projections
 from turbo_rcm_patch.patching.families import CASES
 
 
@@ -93,4 +93,4 @@ def test_a_folder_that_lacks_a_model_is_refused(name, named, tmp_path):
 )
 def test_a_given_frame_of_ltx2_has_its_own_timestep(class_names, expected):
     """A user's pipeline is known by its base classes, whatever its own name is."""
-    assert expands_timesteps(class_names, {}) is expected
+    assert facts_of_class(class_names, {})["own_timesteps"] is expected

@@ -63,9 +63,12 @@ def test_the_plan_from_configs_is_that_of_the_pipeline(kind, tmp_path):
     assert plan_module.plan_for(patched, plan.video, plan.budget).peaks == plan.peaks
 
 
-def test_guidance_takes_two_samples_and_a_distilled_model_one():
+def test_guidance_takes_two_samples_and_a_distilled_model_without_it_one():
     pipe = tiny_ltx2_pipeline()
     guided = {stage.name: stage.computing for stage in fit_on_the_cpu(pipe).stages}
+    pipe = tiny_ltx2_pipeline()
+    with trp.use_distilled(pipe, recipe="turbot2av", classifier_free_guidance=True):
+        assert {stage.name: stage.computing for stage in fit_on_the_cpu(pipe).stages} == guided
     pipe = tiny_ltx2_pipeline()
     with trp.use_distilled(pipe, recipe="turbot2av"):
         distilled = {stage.name: stage.computing for stage in fit_on_the_cpu(pipe).stages}

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..wording import name_of_dtype
 from .lycoris import FACTORS, Product, kinds_of, product_of
 from .names import ModelNames, Names, owner_in, without_prefix
 from .peft_config import PeftConfig
@@ -101,9 +102,8 @@ def read_lora(
     names: those of the model's family.
     metadata: the safetensors file's metadata with PEFT's configuration, or None (`read_tensors`).
 
-    Raises ValueError for a file without a LoRA, a LoRA of another kind such as DoRA, a weight that the file has twice
-    with different values, and shapes that do not fit the model. The error lists all such shapes. A second copy with
-    equal values is unused.
+    Raises ValueError for a file without a LoRA, a LoRA of another kind such as DoRA, a weight that the file has twice,
+    and shapes that do not fit the model. The error lists all such shapes.
     """
     of_model, lora, misfits, config = ModelNames(model, names), Lora(), [], PeftConfig(metadata or {})
     for key in tensors:
@@ -138,7 +138,7 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
     """Return the parts of each module, under one name for all spellings. Other keys go to ``lora.unused``."""
     grouped: dict[str, Parts] = {}
     first: dict[tuple[str, str] | str, str] = {}  # the key of each part or parameter
-    differing = []
+    doubled = []
     for key, tensor in tensors.items():
         found = _part_of(key)
         if found is None:
@@ -149,31 +149,16 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
         known = first.setdefault(_parameter(names, name, part) or (name, part), key)
         if known == key:
             grouped.setdefault(name, {})[part] = key, tensor
-        elif _are_same(tensors, known, key):
-            lora.unused[key] = f"the same as {known}"
         else:
-            differing.append(f"{known} and {key}")
-    if differing:
-        raise ValueError(f"it has different values for the same weight: {_some(differing, '; ')}")
+            doubled.append(f"{known} and {key}")
+    if doubled:
+        raise ValueError(f"it has the same weight twice: {_some(doubled, '; ')}")
     return grouped
 
 
 def _parameter(names: ModelNames, name: str, part: str) -> str | None:
     """Return the name of the parameter that a difference belongs to, or None for other parts."""
     return names.parameter(name, part) if part in _DIFFERENCES else None
-
-
-def _are_same(tensors: Mapping[str, torch.Tensor], known: str, key: str) -> bool:
-    """True if two keys of the same part hold the same values. For matrices, both or neither must have an alpha."""
-    (stem, part), (known_stem, _) = _part_of(key), _part_of(known)
-    if part in ("down", "up", *FACTORS) and _has_alpha(tensors, stem) != _has_alpha(tensors, known_stem):
-        return False
-    one, other = tensors[known], tensors[key]
-    return one.shape == other.shape and torch.equal(one.float(), other.float())
-
-
-def _has_alpha(tensors: Mapping[str, torch.Tensor], stem: str) -> bool:
-    return f"{stem}.alpha" in tensors or f"{stem}.lora_alpha" in tensors
 
 
 def _part_of(key: str) -> tuple[str, str] | None:
@@ -290,7 +275,7 @@ class _Entry:
 
     def _check_dtype(self, key: str, tensor: torch.Tensor) -> None:
         if not tensor.is_floating_point():
-            self._misfits.append(f"{key} holds {str(tensor.dtype).removeprefix('torch.')}, not floating-point numbers")
+            self._misfits.append(f"{key} holds {name_of_dtype(tensor.dtype)}, not floating-point numbers")
 
     def _add_difference(self, key: str, difference: torch.Tensor, part: str) -> None:
         parameter = self._names.parameter(self._name, part)

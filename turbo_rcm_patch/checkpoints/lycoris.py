@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..wording import name_of_dtype
+
 _PREFIXES = {"LoKr": "lokr", "LoHa": "hada"}
 FACTORS = tuple(f"{prefix}_w{n}{end}" for prefix in _PREFIXES.values() for n in (1, 2) for end in ("", "_a", "_b"))
 _COMBINE = {"LoKr": torch.kron, "LoHa": operator.mul}
@@ -48,7 +50,7 @@ class Product(NamedTuple):
             if factor.dim() != 2 or not factor.numel():
                 return f"has a matrix of shape {list(factor.shape)}"
             if not factor.is_floating_point():
-                return f"holds {str(factor.dtype).removeprefix('torch.')}, not floating-point numbers"
+                return f"holds {name_of_dtype(factor.dtype)}, not floating-point numbers"
         shapes = []
         for factors in (self.left, self.right):
             if factors[0].shape[1] != len(factors[-1]) and len(factors) == 2:

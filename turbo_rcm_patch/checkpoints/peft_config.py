@@ -70,8 +70,6 @@ class PeftConfig:
                     "with the tool that trained it, and load that model"
                 )
         self._numbers = ("alpha", "r") if self._fields.get("peft_type") in _LYCORIS else _NUMBERS
-        if not self._has_numbers():
-            raise ValueError(f"{place} has an alpha or a rank that is no number; download the file again")
         known = {*self._numbers, *_PATTERNS, *_PLAIN, *_WITHOUT_EFFECT}
         self.unknown = [f"{place}: {name}" for name, value in self._fields.items() if name not in known and value]
 
@@ -81,7 +79,7 @@ class PeftConfig:
         names: the module's name in all spellings that patterns may use. rank: the rank of its matrices. A LoKr of whole
         matrices has none; PEFT then takes the configuration's.
 
-        Raises ValueError if the configuration tells another rank.
+        Raises ValueError if the configuration tells another rank, or an alpha or a rank that is no finite number.
         """
         names = list(names)
         alpha, told = (self._of(names, *fields) for fields in zip(_PATTERNS, self._numbers, strict=True))
@@ -96,21 +94,15 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self._fields.get("use_rslora") else rank)
 
     def _of(self, names: list[str], pattern: str, default: str) -> float | None:
-        patterns = self._fields.get(pattern) or {}
-        found = (value for end, value in patterns.items() if any(_matches(end, name) for name in names))
-        return next(found, self._fields.get(default))
-
-    def _has_numbers(self) -> bool:
-        """True if all alphas and ranks are finite numbers, and those of some modules have patterns that can match."""
-        values = [self._fields.get(name) for name in self._numbers]
         try:
-            for name in _PATTERNS:
-                for end, value in (self._fields.get(name) or {}).items():
-                    _matches(end, "")  # raises re.error for what cannot match
-                    values.append(value)
-            return all(math.isfinite(value) for value in values if value is not None)
-        except (AttributeError, TypeError, OverflowError, re.error):
-            return False
+            patterns = (self._fields.get(pattern) or {}).items()
+            found = (value for end, value in patterns if any(_matches(end, name) for name in names))
+            value = next(found, self._fields.get(default))
+            if value is None or math.isfinite(value):
+                return value
+        except (AttributeError, TypeError, OverflowError, re.error):  # no table, no number, no pattern
+            pass
+        raise ValueError(f"{self._place} has an alpha or a rank that is no number; download the file again")
 
 
 def _fields(place: str, text: str) -> dict[str, object]:

@@ -5,6 +5,7 @@ checks.py          bad input of `fit`
 host.py            the host's memory that a plan takes
 components.py      the bytes of models
 stages.py          the bytes that a stage of a generation computes with
+sound.py           the stages of LTX-2; traced.py counts the tensors of diffusers' own code for them
 choose.py          which models stay on the GPU, and which stream
 streaming.py       diffusers' group offloading for the blocks of a model
 pinned.py          pinned memory for these blocks

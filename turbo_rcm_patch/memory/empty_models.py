@@ -22,8 +22,6 @@ from ..patching.weights.load import component_folders, empty_model, read_config
 from ..patching.weights.quantize_linears import quantized_linears
 from ..wording import with_article
 
-VIDEO_TO_VIDEO = "VideoToVideo"  # in the names of Wan's and SkyReels' pipelines that are given a video
-
 
 def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, nn.Module]:
     """Return the models of a pipeline's or a transformer's folder, or of one of CASES by name.
@@ -44,27 +42,25 @@ def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dic
     return {name: cast_as_loaded(model, dtype) for name, model in models.items()}
 
 
-def has_own_timesteps(source: str | Path) -> bool:
-    """True if each token of that pipeline has its own timestep."""
+def facts_of_source(source: str | Path) -> dict[str, bool]:
+    """Return `facts_of_class` for the pipeline that `empty_models` takes the models of."""
     if (case := CASES.get(str(source))) is not None:
-        return case.expand_timesteps
+        return {"own_timesteps": case.expand_timesteps}
     index = _index(Path(source))
-    return expands_timesteps(str(index.get("_class_name")), index)
+    return facts_of_class(str(index.get("_class_name")), index)
 
 
-def starts_from_video(source: str | Path) -> bool:
-    """True if that pipeline makes a video from one of the same size."""
-    return VIDEO_TO_VIDEO in str(_index(Path(source)).get("_class_name"))
-
-
-def expands_timesteps(class_names: str, config: Mapping[str, object]) -> bool:
-    """True if pipelines of these classes and this config give each token its own timestep.
+def facts_of_class(class_names: str, config: Mapping[str, object]) -> dict[str, bool]:
+    """Return what pipelines of these classes and this config tell of a step, as arguments of `Patched`.
 
     class_names: of a pipeline and its base classes, with spaces between them.
-    These are TI2V-5B's, those with diffusion forcing, and LTX-2's, except the one from text alone.
+
+    Each token has its own timestep in TI2V-5B's pipelines, those with diffusion forcing, and LTX-2's, except the one
+    from text alone.
     """
     given_frames = "LTX2" in class_names and "LTX2Pipeline" not in class_names.split()
-    return bool(config.get("expand_timesteps")) or "DiffusionForcing" in class_names or given_frames
+    expands = bool(config.get("expand_timesteps")) or "DiffusionForcing" in class_names or given_frames
+    return {"own_timesteps": expands, "from_video": "VideoToVideo" in class_names}
 
 
 def with_empty_projections(transformer: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from ..patching.text_encoder import patch_text_encoder
 from ..tables import table
 from .choose import Placement, smallest
 from .components import Component, components_of
-from .empty_models import empty_models, has_own_timesteps, starts_from_video, with_empty_projections
+from .empty_models import empty_models, facts_of_source, with_empty_projections
 from .plan import CONTEXT
 from .sound import has_sound
 from .stages import Patched, Video, capability_of, stages_of, why_not_counted, why_unknown
@@ -51,7 +51,7 @@ def models_by_preset(
     memory is not known, and for a given preset that the model or this machine's GPU cannot have. Raises PatchError for
     a text encoder that cannot be stored in 8 bits.
     """
-    models, own_timesteps = empty_models(source, dtype), has_own_timesteps(source)
+    models = empty_models(source, dtype)
     if text_encoder_in_8_bits:
         patch_text_encoder(models.get("text_encoder"), in_8_bits=True)
     transformers = {name: model for name, model in models.items() if family_of(model) is not None}
@@ -60,10 +60,9 @@ def models_by_preset(
     reasons = (why_not_replaceable(name, family_of(m).self_attentions(m)) for name, m in transformers.items())
     why_not_sparse = next(filter(None, reasons), None)
     facts = {
-        "own_timesteps": own_timesteps,
+        **facts_of_source(source),
         "samples": 2 if has_sound(models) else 1,  # perhaps with guidance
         "capability": capability_of(torch.device("cuda")) if torch.cuda.is_available() else None,
-        "from_video": starts_from_video(source),
     }
     for name in PRESETS if preset is None else (preset,):
         config = without_originals(PRESETS[name])

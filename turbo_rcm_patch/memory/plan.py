@@ -14,12 +14,12 @@ from torch import nn
 from ..amounts import enough_in_gb, in_gb, parse_amount
 from ..config import Exact, PatchConfig, Quantized
 from ..patching.families.vae.chunks import LIMIT, free_memory
-from ..scheduler import FewStepScheduler
+from ..patching.sampling.handle import has_no_guidance
 from ..tables import table
 from .checks import PLANNED, check_card, check_movable, check_size, config_of, frames_of_a_latent, models_of
 from .choose import Placement, choose, smallest
 from .components import Component, components_both_ways, components_of
-from .empty_models import VIDEO_TO_VIDEO, expands_timesteps, with_text_encoder_in_8_bits
+from .empty_models import facts_of_class, with_text_encoder_in_8_bits
 from .host import DoesNotFit, check_host
 from .sound import has_sound
 from .stages import Patched, Stage, Video, capability_of, graphs_bytes, stages_of, why_not_counted
@@ -190,11 +190,10 @@ def fit_with(
 
 
 def _facts_of(pipe: object, models: Mapping[str, nn.Module]) -> dict[str, object]:
-    """Return the facts of a step that the pipeline's class and scheduler tell, as arguments of `Patched`."""
+    """Return the facts of a step that the pipeline tells, as arguments of `Patched`."""
     names = " ".join(kind.__name__ for kind in type(pipe).__mro__)
-    facts = {"own_timesteps": expands_timesteps(names, pipe.config), "from_video": VIDEO_TO_VIDEO in names}
-    guided = has_sound(models) and not isinstance(pipe.scheduler, FewStepScheduler)
-    return {**facts, "samples": 1 + guided}
+    guided = has_sound(models) and not has_no_guidance(pipe)
+    return {**facts_of_class(names, pipe.config), "samples": 1 + guided}
 
 
 def _vae_mode(placement: Placement) -> str:

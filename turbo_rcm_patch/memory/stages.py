@@ -118,11 +118,11 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
             step = in_blocks + max(BESIDE_BLOCKS, BESIDE_TOKEN * tokens_of(name, patched, video)) + given
             yield Stage("denoising", (name,), step, after_blocks=after_blocks + given)
     if is_ours:
-        size_of = partial(_decoding_bytes, vae, patched, video)
-        decoding = [size_of(in_tiles=tiles) + given for tiles in (False, True)]
-        yield Stage("decoding", ("vae",), *decoding, within=lambda free: size_of(free=free) + given)
+        size_of = partial(_decoding_bytes, patched=patched)
+        sizes = _whole_and_in_tiles(size_of, vae, video, given)
+        yield Stage("decoding", ("vae",), *sizes, within=lambda free: size_of(vae, *video, free=free) + given)
     elif vae is not None:
-        yield _unpatched_decoding("decoding", vae, video, given)
+        yield Stage("decoding", ("vae",), *_whole_and_in_tiles(unpatched_decoding_bytes, vae, video, given))
     if patched.from_video and patched.own_timesteps and vae is not None:
         yield Stage("joining", (), joining_bytes(vae, video))
     if patched.beside is not None:
@@ -158,6 +158,7 @@ def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
 def _whole_and_in_tiles(
     size_of: Callable[..., int | None], vae: nn.Module, video: Video, more: int
 ) -> tuple[int, int | None]:
+    """Return the bytes of a VAE's run, without and with tiles. more: bytes beside it. None: it has no tiles."""
     sizes = (size_of(vae, *video, in_tiles=tiles) for tiles in (False, True))
     return tuple(None if size is None else size + more for size in sizes)
 
@@ -179,7 +180,8 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
             yield Stage("denoising, unpatched", (name,), step)
     if vae is not None and is_vae(vae):  # others are not patched
         yield from _encoding("VAE encoding, unpatched", patched, video, unpatched_encoding_bytes)
-        yield _unpatched_decoding("decoding, unpatched", vae, video, given)
+        sizes = _whole_and_in_tiles(unpatched_decoding_bytes, vae, video, given)
+        yield Stage("decoding, unpatched", ("vae",), *sizes)
 
 
 def _is_patched(vae: nn.Module, config: PatchConfig) -> bool:
@@ -193,14 +195,7 @@ def _encoding(name: str, patched: Patched, video: Video, size_of: Callable[..., 
     if patched.from_video or any(reads_image(model) for model in models.values()):
         encoded = video._replace(frames=1) if patched.own_timesteps and not patched.from_video else video
         more, _ = given_bytes(patched, video)
-        sizes = (size_of(models["vae"], *encoded, in_tiles=tiles) + more for tiles in (False, True))
-        yield Stage(name, ("vae",), *sizes)
-
-
-def _unpatched_decoding(name: str, vae: nn.Module, video: Video, more: int) -> Stage:
-    """Return the decode by diffusers' own code, a latent frame at a time in any plan. more: bytes beside it."""
-    sizes = (unpatched_decoding_bytes(vae, *video, in_tiles=tiles) + more for tiles in (False, True))
-    return Stage(name, ("vae",), *sizes)
+        yield Stage(name, ("vae",), *_whole_and_in_tiles(size_of, models["vae"], encoded, more))
 
 
 def why_unknown(transformer: nn.Module) -> str | None:
@@ -361,19 +356,19 @@ def _over_our_kernels(vae: nn.Module, patched: Patched) -> tuple[float, float]:
     return residual if getattr(vae.config, "is_residual", False) else decoding, encoding
 
 
-def _encoding_bytes(vae: nn.Module, *size: int, in_tiles: bool, patched: Patched) -> int:
+def _encoding_bytes(vae: nn.Module, *size: int, patched: Patched, in_tiles: bool) -> int:
     """Return the bytes that the patched VAE encodes a video of this size with."""
     _, times = _over_our_kernels(vae, patched)
     return round(times * encoding_bytes(vae, *size, in_tiles=in_tiles, latents=patched.config.vae_chunk))
 
 
 def _decoding_bytes(
-    vae: nn.Module, patched: Patched, video: Video, *, in_tiles: bool = False, free: int | None = None
+    vae: nn.Module, *size: int, patched: Patched, in_tiles: bool = False, free: int | None = None
 ) -> int:
     """Return the bytes that the patched VAE decodes with. in_tiles, free: as of `decoding_bytes`."""
     config, (times, _) = patched.config, _over_our_kernels(vae, patched)
     options = {"in_8_bits": config.vae == VAE_8BIT, "latents": config.vae_chunk}
-    size_of = partial(decoding_bytes, vae, *video, in_tiles=in_tiles, **options)
+    size_of = partial(decoding_bytes, vae, *size, in_tiles=in_tiles, **options)
     return round(times * size_of(free=None if free is None else round(free / times)))
 
 

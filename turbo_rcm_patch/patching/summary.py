@@ -166,7 +166,7 @@ def _network_rows(vae: nn.Module, network: str) -> Iterator[Row]:
 
 
 def _exact_steps(config: PatchConfig) -> str | None:
-    if not any(config.exact_steps or ()) or config.attends_exactly:
+    if not any(config.exact_steps or ()):
         return None
     first, last = config.exact_steps
     return f"self-attention in the model's dtype in the first {first} and last {last} steps, under torch.compile in all"

@@ -317,15 +317,6 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
     assert_as_before(pipe.transformer, before)
 
 
-def test_without_peft(monkeypatch):
-    pipe = tiny_wan_pipeline()
-    before = everything(pipe.transformer)
-    monkeypatch.setattr(loaded_lora.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'turbo_rcm_patch\[lora\]'"):
-        load(pipe, lora_files.lightning(pipe.transformer))
-    assert_as_before(pipe.transformer, before)
-
-
 def test_offloaded_copies_get_the_values(monkeypatch):
     """diffusers' group offloading with streams brings weights back from its own copies."""
     pipe = tiny_wan_pipeline()

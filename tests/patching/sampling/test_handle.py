@@ -154,7 +154,7 @@ def experts_velocity(pipe, prompt, seen, boundary):
     return velocity
 
 
-@pytest.mark.parametrize(("recipe", "own"), [("turbowan", 0.9), ("turbowan", None), ("rcm-i2v", 0.5)])
+@pytest.mark.parametrize(("recipe", "own"), [("rcm", 0.9), ("turbowan", None), ("rcm-i2v", 0.5)])
 def test_rcm_image_to_video_with_two_experts(recipe, own):
     pipe = tiny_wan_pipeline("wan22_i2v")
     pipe.register_to_config(boundary_ratio=own)

@@ -369,11 +369,6 @@ def test_a_causvid_lora_has_times_of_its_own(tmp_path):
             assert len(pipe.scheduler.timesteps) == 9
 
 
-def test_rcm_for_image_to_video_points_at_the_other_recipe():
-    with trp.use_distilled(tiny_wan_pipeline("i2v"), recipe="rcm") as handle:
-        assert "recipe='rcm-i2v'" in str(handle)
-
-
 @pytest.mark.parametrize("recipe", ["lightx2v", "fastwan", "rcm-i2v"])
 def test_a_saved_pipeline_keeps_its_sampler(recipe, tmp_path):
     pipe = tiny_wan_pipeline("wan22")

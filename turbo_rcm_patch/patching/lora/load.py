@@ -32,12 +32,6 @@ NO_PEFT = "a LoRA needs peft, which is not installed; install it with: pip insta
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def check_peft() -> None:
-    """Raise ImportError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ImportError(NO_PEFT)
-
-
 def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
     """Raise an error if a LoRA cannot be loaded onto a transformer.
 
@@ -60,8 +54,8 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
     modules, groups = dict(modules_of(transformer)), groups_of(transformer)
     for path, product in lora.products.items():
         _check_writable(groups, modules, path, product.kind)
-    if lora.pairs:
-        check_peft()
+    if lora.pairs and importlib.util.find_spec("peft") is None:
+        raise ImportError(NO_PEFT)
     for path in lora.pairs:
         weight = modules[path].weight
         if _in_few_bits(weight):
@@ -111,6 +105,8 @@ class _Written(NamedTuple):
 
 class LoadedLora:
     """A LoRA that the constructor loads onto one transformer. If loading fails the transformer is unchanged.
+
+    Call `check_loadable` first.
 
     unused: the entries of the LoRA that are not on the model, by key or parameter, with the reason.
     adapter: the name of the matrices' adapter, or None for a LoRA of differences alone.
@@ -229,7 +225,6 @@ class LoadedLora:
         write_through(groups, parameter)
 
     def _load_pairs(self, pipe: DiffusionPipeline, pairs: dict[str, Pair], scale: float) -> None:
-        check_peft()
         model = self._transformer
         active, taken = _active_adapters(model), {*getattr(model, "peft_config", {}), *pipe.fused_loras}
         name = next(name for i in range(len(taken) + 1) if (name := f"distilled_{i}") not in taken)

@@ -30,7 +30,6 @@ from ..lora.load import check_loadable
 from ..steps.sparse_linear import is_projection
 from .distilled_handle import DistilledHandle, File, Files, Models, Sampling
 from .handle import check_experts, check_pipeline, train_timesteps
-from .use_rcm import rcm_scheduler
 
 
 class NotRecognised(ValueError):
@@ -181,13 +180,6 @@ def _sampling(
         if number is not None:
             scheduler.set_timesteps(number)  # raises ValueError for others than it takes
         return Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
-    if chosen is RECIPES["rcm"]:  # exactly what use_rcm does, a saved RCMScheduler's options included
-        chosen.in_steps(chosen.steps if number is None else number)
-        if pipeline_of(pipe).starts_from == "image":
-            notes.append("for image to video rCM was published with recipe='rcm-i2v'")
-        scheduler = rcm_scheduler(pipe)
-        scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else chosen.steps)
-        return Sampling(scheduler, chosen.name, "as asked for", own)
     evidence = "as asked for"
     if chosen is None:
         sound = pipeline_of(pipe).has_sound

@@ -40,19 +40,18 @@ def use_rcm(
     RuntimeError if use_rcm is active on it.
     """
     check_pipeline(pipe, "use_rcm")
-    scheduler = rcm_scheduler(
-        pipe, sigma_max=sigma_max, stochastic=stochastic, round_timesteps_to_bf16=round_timesteps_to_bf16, sigmas=sigmas
-    )
-    check_experts(pipe, scheduler.timesteps[:1].tolist(), pipe.config.get("boundary_ratio"))
-    return FewStepHandle(pipe, scheduler, classifier_free_guidance, "use_rcm")
-
-
-def rcm_scheduler(pipe: DiffusionPipeline, **options) -> RCMScheduler:
-    """Return an RCMScheduler for a pipeline with the options that are not None. `use_rcm` explains the others."""
-    chosen = {name: value for name, value in options.items() if value is not None}
-    return RCMScheduler.from_config(
-        pipe.scheduler.config if isinstance(pipe.scheduler, RCMScheduler) else {},
-        **chosen,
+    saved = pipe.scheduler.config if isinstance(pipe.scheduler, RCMScheduler) else {}
+    given = {
+        "sigma_max": sigma_max,
+        "stochastic": stochastic,
+        "round_timesteps_to_bf16": round_timesteps_to_bf16,
+        "sigmas": sigmas,
+    }
+    scheduler = RCMScheduler.from_config(
+        saved,
+        **{name: value for name, value in given.items() if value is not None},
         num_train_timesteps=train_timesteps(pipe),
         boundary_timestep=boundary_timestep(pipe),
     )
+    check_experts(pipe, scheduler.timesteps[:1].tolist(), pipe.config.get("boundary_ratio"))
+    return FewStepHandle(pipe, scheduler, classifier_free_guidance, "use_rcm")

@@ -224,7 +224,7 @@ class Shared:
     def why_exact_attention(self) -> str | None:
         """Return why self-attention runs at full precision in the present step, or None if it runs as the tier says."""
         counts = self.config.exact_steps
-        if counts is None or self.steps is None or self.config.attends_exactly:
+        if counts is None or self.steps is None:
             return None
         return "steps unknown to torch.compile" if torch.compiler.is_compiling() else self.steps.why_exact(*counts)
 
