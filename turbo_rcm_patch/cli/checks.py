@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..amounts import parse_amount
-from ..config import PRESETS, Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
+from ..config import Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
 from ..recipes import RCM_STEPS, RECIPES
 from ..wording import with_article
 from .arguments import spelled
 from .errors import CommandError
-from .files import check_ffmpeg, check_output, check_plot
+from .files import check_ffmpeg, check_output
 from .quiet_imports import quiet_imports
 from .sizes import SizeRules, size_rules
 
@@ -76,8 +76,6 @@ def _check_vram(arguments: argparse.Namespace) -> None:
         raise CommandError("--vram and --offload both say where the models are; leave one of them out.")
     if getattr(arguments, "no_patch", False):
         raise CommandError("--vram plans the memory of the patched pipeline; leave --vram or --no-patch out.")
-    if arguments.device == "cpu":
-        raise CommandError("--vram is the memory of a GPU; leave it out with --device cpu.")
 
 
 def _check_planned(arguments: argparse.Namespace) -> None:
@@ -177,8 +175,6 @@ def check_generation(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--seed {arguments.seed} is out of range; give a number from 0 to 2**63 - 1.")
     if arguments.image is not None and not arguments.image.is_file():
         raise CommandError(f"--image {arguments.image}: no such file.")
-    if arguments.device == "cpu" and arguments.offload:
-        raise CommandError("--offload moves models between CPU and GPU; leave it out with --device cpu.")
     _check_model(arguments).check(arguments.height, arguments.width, arguments.frames)
 
 
@@ -217,7 +213,7 @@ def _check_guidance(arguments: argparse.Namespace) -> None:
     for name in GUIDANCE:
         value, option = getattr(arguments, name), spelled(name)
         if value is not None and arguments.model is None:
-            raise CommandError(f"{option} goes with --model; the embedded model has guidance distilled into it.")
+            raise CommandError(f"{option} goes with --model; without it there is no guidance.")
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
             raise CommandError(f"{option} {value}: give a number, 0 or more; up to 1 there is no guidance.")
 
@@ -305,18 +301,19 @@ def _check_lora(option: str, file: str, scale: float) -> None:
 
 def _check_comparison(arguments: argparse.Namespace) -> None:
     check_at_least_one("--repeats", arguments.repeats)
-    check_plot("--plot", arguments.plot)
+    check_output("--plot", arguments.plot, (".png", ".svg", ".pdf"))
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
     check_output("--video", arguments.video, (".mp4", ".png", ".gif", ".webp"))
     if arguments.video is not None and arguments.video.suffix.lower() == ".mp4":
         check_ffmpeg()
 
 
 def _check_conversion(arguments: argparse.Namespace) -> None:
-    if arguments.preset not in PRESETS:
-        raise CommandError(f"--preset {arguments.preset} is unknown; accepted are {', '.join(PRESETS)}.")
-    if arguments.format is not None and isinstance(PRESETS[arguments.preset], Exact):
+    config = _check_preset_name(arguments.preset)
+    if arguments.format is not None and isinstance(config, Exact):
         raise CommandError(f"--format is about 8 bits, and --preset {arguments.preset} stores none; leave it out.")
-    _check_options(arguments, PRESETS[arguments.preset])
+    _check_options(arguments, config)
     if not arguments.source.exists():
         raise CommandError(
             f"{arguments.source}: no such file or folder; give a diffusers folder, or a .pth or .safetensors file."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -39,13 +38,6 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         raise CommandError(
             f"{option} {path}: cannot write in {path.parent} ({error.strerror}); choose another folder."
         ) from error
-
-
-def check_plot(option: str, path: Path | None) -> None:
-    """Check the path of an image like check_output, and that matplotlib is installed."""
-    check_output(option, path, (".png", ".svg", ".pdf"))
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError(f"{option} needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
 
 
 def json_file(text: str) -> Path:
