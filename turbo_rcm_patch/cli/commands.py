@@ -45,7 +45,7 @@ from ..patching.weights.load import component_folders, read_config
 from ..patching.weights.quantize_linears import capability_of
 from ..patching.weights.store import convert_model
 from ..wording import counted
-from .checks import CONFIG_OPTIONS, LORAS, config_options
+from .checks import CONFIG_OPTIONS, LORAS, TRANSFORMERS, config_options
 from .errors import CommandError, user_errors
 from .files import Sound, replacing, write_json, write_video
 from .info import info
@@ -186,7 +186,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     verification = verify(pipe, call, seed=arguments.seed, config=config)
     print(verification.patch_summary, verification_table(verification), sep="\n\n")
     facts = {
-        "settings": settings_of(arguments, pipe, call),
+        "settings": {**settings_of(arguments, pipe, call), "seed": arguments.seed},
         "environment": asdict(describe_environment(pipe._execution_device)),
     }
     if arguments.json is not None:
@@ -331,15 +331,16 @@ def _demo(arguments: argparse.Namespace) -> NoReturn:
 
 
 def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:
-    """Return the settings that are needed to reproduce a figure or a video."""
+    """Return the settings, except the seed, that are needed to reproduce a figure or a video."""
     config = getattr(arguments, "config", None)
+    names = ("image", *TRANSFORMERS, *LORAS, "recipe", "sigma_max", *CONFIG_OPTIONS)
     return {
         **({"config": config, "layers": len(blocks_of(pipe.transformer))} if config else {}),
         "model": arguments.model or (None if config else "embedded"),
         "preset": arguments.preset,
         **{
-            name: value
-            for name in (*LORAS, "recipe", *CONFIG_OPTIONS)
+            name: str(value) if isinstance(value, Path) else value
+            for name in names
             if (value := getattr(arguments, name, None)) is not None
         },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),
