@@ -252,6 +252,15 @@ def test_bad_input_is_refused_before_pytorch_is_imported():
     assert done.stderr == "generate_batch: nofile.txt: no such file; give a text file with a prompt a line.\n"
 
 
+@pytest.mark.parametrize("option", [[], ["-v"]])
+def test_verbose_hides_nothing(arguments, monkeypatch, option):
+    seen = []
+    monkeypatch.setattr(batch, "without_other_warnings", lambda verbose=False: nullcontext(seen.append(verbose)))
+    monkeypatch.setattr(batch, "generate", lambda *_: ())
+    assert batch.main([*arguments, *option]) == 0
+    assert seen == [bool(option)]
+
+
 def test_each_process_has_its_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [batch.device_of(None, rank, 2) for rank in range(2)] == ["cuda:0", "cuda:1"]

@@ -18,7 +18,7 @@ from turbo_rcm_patch.cli.errors import CommandError, why_not_loaded
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "0"], "--steps 0: the sampler takes 1, 2, 3 or 4 steps"),
+        (["--steps", "0"], "--steps 0: the sampler takes 1 to 4 steps"),
         (["--steps", "5"], "--steps 5"),
         (["--frames", "16"], "--frames 16 is not 4k+1; try 17"),
         (["--frames", "0"], "--frames 0 is not 4k+1; try 1"),
@@ -257,7 +257,7 @@ def test_python_dash_m():
     command = [sys.executable, "-m", "turbo_rcm_patch.cli", "generate", CAPTION, "-o", "out.mp4", "--steps", "9"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "turbo-rcm generate: --steps 9: the sampler takes 1, 2, 3 or 4 steps.\n"
+    assert done.stderr == "turbo-rcm generate: --steps 9: the sampler takes 1 to 4 steps.\n"
 
 
 def test_replacing_removes_its_temporary_file_after_any_error(tmp_path):

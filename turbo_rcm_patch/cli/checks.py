@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import math
@@ -22,7 +21,6 @@ from .files import check_ffmpeg, check_output
 from .quiet_imports import quiet_imports
 from .sizes import SizeRules, size_rules
 
-STEPS = (1, 2, 3, 4)
 OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
 GUIDANCE = ("guidance", "guidance_2", "negative_prompt")
 LORAS = ("lora", "lora_2")
@@ -133,7 +131,7 @@ def given_loras(arguments: argparse.Namespace) -> dict[str, tuple[str, float]]:
 
 def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:
     """Raise CommandError unless the command runs --model's class, and an image is given exactly where it is needed."""
-    with contextlib.nullcontext() if arguments.verbose else quiet_imports():
+    with quiet_imports(arguments.verbose):
         from ..patching.families import PIPELINES  # imports torch, which no help text needs
 
     model, has_image = arguments.model, arguments.image is not None
@@ -186,8 +184,8 @@ def _check_device(arguments: argparse.Namespace) -> None:
 def _check_steps(arguments: argparse.Namespace) -> None:
     is_rcm = not is_distilled(arguments) and (arguments.model is None or arguments.sigma_max is not None)
     for steps in step_counts(arguments):
-        if steps is not None and is_rcm and steps not in STEPS:
-            raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
+        if steps is not None and is_rcm and steps not in range(1, RCM_STEPS + 1):
+            raise CommandError(f"--steps {steps}: the sampler takes 1 to {RCM_STEPS} steps.")
         if steps is not None:
             check_at_least_one("--steps", steps)
 
@@ -200,7 +198,7 @@ def as_option(error: Exception) -> str:
 def _check_sigma_max(arguments: argparse.Namespace) -> None:
     if arguments.sigma_max is None:
         return
-    with contextlib.nullcontext() if arguments.verbose else quiet_imports():
+    with quiet_imports(arguments.verbose):
         from ..solvers import rcm_times  # imports torch, which no help text needs
     for steps in step_counts(arguments):
         try:
