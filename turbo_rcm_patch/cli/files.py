@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Raise CommandError for a path where no file with one of the suffixes can be made. None is no path."""
+    """Raise CommandError for a path where no file with one of the suffixes can be made. None: no file is asked for."""
     if path is None:
         return
     if path.suffix.lower() not in suffixes:
@@ -134,7 +134,7 @@ def _wav_of(sound: Sound | None) -> Iterator[dict[str, str]]:
 
 
 def _check_frames(path: Path, frames: int) -> None:
-    """Raise OSError unless a video has this many frames. imageio does not report a failure of ffmpeg after the last."""
+    """Raise OSError unless a video has this many frames. imageio reports no failure of ffmpeg after the last one."""
     import imageio_ffmpeg
 
     try:

@@ -25,8 +25,8 @@ from .errors import CommandError, user_errors
 from .other_warnings import without_other_warnings
 
 START_METHOD = "spawn"  # CUDA does not run in forks
-# Seconds before a failed process ends. The others fail when its connections close, and end this much later. So the
-# first one is seen first.
+# Seconds that a failed process waits before it ends. The others fail when it ends, because its connections close, and
+# wait as long. So the first failure is seen first.
 BEFORE_THE_END = 1
 
 
