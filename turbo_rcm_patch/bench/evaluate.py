@@ -244,8 +244,9 @@ def _variants(
     return variants | {UNPATCHED_FP32: (reference, contextlib.nullcontext)}, UNPATCHED_FP32
 
 
-def label_of(name: str, config: PatchConfig) -> str:
-    """Return a variant's name, with what a sparse attention keeps: "sparse, topk 0.1, blocks 16×16"."""
+def label_of(config: PatchConfig) -> str:
+    """Return a tier's name, with what a sparse attention keeps: "sparse, topk 0.1, blocks 16×16"."""
+    name = config.tier.name
     if not isinstance(config, (Sparse, BlockSparse)):
         return name
     keeps = f"mass {config.mass:g}" if isinstance(config, BlockSparse) else f"topk {config.topk or SLA_TOPK:g}"

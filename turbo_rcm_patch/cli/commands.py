@@ -210,11 +210,10 @@ def _write_keep_out(path: Path, content: dict[str, object], *, ok: bool) -> None
 def _evaluate(arguments: argparse.Namespace) -> int:
     pipe, call = load_sampler(arguments)
     warn_of_size(arguments, call["height"], call["width"], call["num_frames"])
-    report = partial(_report, arguments)
     batch_size = arguments.batch_size or videos_at_a_time(call)
     *most, last = map(str, arguments.steps)
     steps = f"{', '.join(most)} and {last} steps" if most else counted(arguments.steps[0], "step")
-    report(f"{counted(arguments.n, 'caption')} in {steps}, {counted(batch_size, 'video')} at a time")
+    _report(f"{counted(arguments.n, 'caption')} in {steps}, {counted(batch_size, 'video')} at a time")
     tuned, plain, config = None, arguments, choose_config(arguments)
     if arguments.model is None and is_sparse(arguments):
         plain = argparse.Namespace(**{**vars(arguments), "preset": "exact"})
@@ -232,13 +231,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         call,
         n=arguments.n,
         steps=arguments.steps,
-        configs={label_of(arguments.preset, config): config},
+        configs={label_of(config): config},
         seed=arguments.seed,
         batch_size=batch_size,
         reference=reference,
         tuned=tuned,
         settings={**settings_of(arguments, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")},
-        report=report,
+        report=_report,
         placed=placed,
     )
     print(evaluation_table(evaluation))
@@ -264,8 +263,8 @@ def _placed(
         plan.undo()
 
 
-def _report(arguments: argparse.Namespace, line: str) -> None:
-    print(f"turbo-rcm {arguments.command}: {line}", file=sys.stderr, flush=True)
+def _report(line: str) -> None:
+    print(f"turbo-rcm evaluate: {line}", file=sys.stderr, flush=True)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
