@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.commands import launch
 
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import patching
 from turbo_rcm_patch.bench import timing
 from turbo_rcm_patch.cli.errors import CommandError
@@ -175,6 +176,14 @@ def test_other_settings_are_refused_where_nothing_is_missing_too(tmp_path, argum
     made = lines_of(tmp_path / "out")
     assert batch.main([*arguments, "--fps", "16", "--sigma-max", str(made[0]["settings"]["sigma_max"])]) == 0
     assert lines_of(tmp_path / "out") == made
+
+
+def test_videos_of_another_transformer_are_refused_in_a_folder(tmp_path, arguments, capsys):
+    model = tmp_path / "model"
+    tiny_wan_pipeline().save_pretrained(model)
+    assert batch.main([*arguments, "--model", str(model)]) == 0
+    assert batch.main([*arguments, "--model", str(model), "--transformer", str(model / "transformer")]) == 2
+    assert f"videos with transformer None, and this run has {model / 'transformer'}" in capsys.readouterr().err
 
 
 def test_a_folder_has_videos_of_the_same_settings():
