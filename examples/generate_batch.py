@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     """Make this process's share of the videos."""
     rank, local_rank, processes = (int(os.environ.get(name, default)) for name, default in RANKS.items())
     videos = check(options)
-    with without_other_warnings(), user_errors():
+    with without_other_warnings(options.verbose), user_errors():
         options.device = device_of(options.device, local_rank, processes)
         with writing_in(options.out):
             options.out.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.commands import launch
 
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import patching
 from turbo_rcm_patch.bench import timing
 from turbo_rcm_patch.cli.errors import CommandError
@@ -177,6 +178,14 @@ def test_other_settings_are_refused_where_nothing_is_missing_too(tmp_path, argum
     assert lines_of(tmp_path / "out") == made
 
 
+def test_videos_of_another_transformer_are_refused_in_a_folder(tmp_path, arguments, capsys):
+    model = tmp_path / "model"
+    tiny_wan_pipeline().save_pretrained(model)
+    assert batch.main([*arguments, "--model", str(model)]) == 0
+    assert batch.main([*arguments, "--model", str(model), "--transformer", str(model / "transformer")]) == 2
+    assert f"videos with transformer None, and this run has {model / 'transformer'}" in capsys.readouterr().err
+
+
 def test_a_folder_has_videos_of_the_same_settings():
     recorded = {"x.mp4": {"settings": {"preset": "exact", "fps": 16}}}
     batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 16})
@@ -250,6 +259,15 @@ def test_bad_input_is_refused_before_pytorch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "generate_batch: nofile.txt: no such file; give a text file with a prompt a line.\n"
+
+
+@pytest.mark.parametrize("option", [[], ["-v"]])
+def test_verbose_hides_nothing(arguments, monkeypatch, option):
+    seen = []
+    monkeypatch.setattr(batch, "without_other_warnings", lambda verbose=False: nullcontext(seen.append(verbose)))
+    monkeypatch.setattr(batch, "generate", lambda *_: ())
+    assert batch.main([*arguments, *option]) == 0
+    assert seen == [bool(option)]
 
 
 def test_each_process_has_its_gpu(monkeypatch):

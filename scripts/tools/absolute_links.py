@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-_LINK = re.compile(r"""(?P<before>!?\[[^\]]*\]\(|\b(?:src|href)=")(?P<target>[^)"#:\s][^)":\s]*)(?=[)"])""")
+_LINK = re.compile(r"\]\(([^)#:\s][^):\s]*)\)")
 _PICTURES = (".png", ".gif", ".webp", ".jpg", ".svg")
 
 
@@ -18,11 +18,9 @@ def with_absolute_links(text: str, repository: str, tag: str) -> str:
     raw, page = f"https://raw.githubusercontent.com/{repository}/{tag}", f"https://github.com/{repository}/blob/{tag}"
 
     def absolute(link: re.Match) -> str:
-        target = link["target"]
-        return f"{link['before']}{raw if target.endswith(_PICTURES) else page}/{target}"
+        return f"]({raw if link[1].endswith(_PICTURES) else page}/{link[1]})"
 
-    # A picture that is a link itself has its link in a second pair of brackets.
-    return re.sub(r"(\]\()(?=[^)#:\s]+\))(?<=\)\]\()", rf"\1{page}/", _LINK.sub(absolute, text))
+    return _LINK.sub(absolute, text)
 
 
 def main() -> None:

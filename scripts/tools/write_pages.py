@@ -196,9 +196,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         table = traffic_table(traffic)
         parts.append(folded("Memory traffic", chart(path, "traffic", "Memory traffic of a Wan block"), table))
     if "implementations" in runs:
-        table = implementations_table(runs["implementations"])
-        picture = chart(path, "modules", "Speed-up of the attention modules")
-        parts.append(folded("The attention modules against each other", picture, table))
+        parts.append(folded("The attention modules against each other", implementations_table(runs["implementations"])))
     return "\n".join(filter(None, parts))
 
 

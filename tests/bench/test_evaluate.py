@@ -270,7 +270,7 @@ def test_a_line_is_reported_after_each_batch():
     ],
 )
 def test_a_sparse_row_says_what_it_keeps(config, label):
-    assert label_of(config.tier.name, config) == label
+    assert label_of(config) == label
 
 
 def test_standard_error_of_one_question_per_video_is_binomial():

@@ -220,7 +220,7 @@ def test_errors(saved_models, tmp_path, capsys):
     model, out = saved_models / "t2v", tmp_path / "out"
     assert "no such file or folder" in error_of(capsys, "convert", tmp_path / "none", out, *CPU)
     assert "does not exist; create it first" in error_of(capsys, "convert", model, out / "deeper", *CPU)
-    assert "--preset fast is unknown; accepted are" in error_of(capsys, "convert", model, out, "--preset", "fast", *CPU)
+    assert "preset 'fast' is unknown; accepted are" in error_of(capsys, "convert", model, out, "--preset", "fast", *CPU)
     keep = ("--preset", "exact", "--keep", "blocks.0.*")
     assert "--keep is an option of --preset quantized" in error_of(capsys, "convert", model, out, *keep, *CPU)
     assert "keep='x' fits no module" in error_of(capsys, "convert", model, out, "--keep", "x", *CPU)

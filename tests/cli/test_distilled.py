@@ -232,7 +232,7 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
         (["--model", "MODEL", "--recipe", "lightning", "--sigma-max", "80"], "--sigma-max is for rCM without"),
         (["--model", "MODEL", "--recipe", "none", "--lora", __file__], "--recipe none keeps the pipeline's scheduler"),
         (["--model", "MODEL", "--steps", "0"], "--steps 0: give 1 or more"),
-        (["--model", "MODEL", "--sigma-max", "80", "--steps", "5"], "--steps 5: the sampler takes 1, 2, 3 or 4 steps"),
+        (["--model", "MODEL", "--sigma-max", "80", "--steps", "5"], "--steps 5: the sampler takes 1 to 4 steps"),
         (["--model", "MODEL", "--guidance", "nan"], "--guidance nan: give a number, 0 or more"),
         (["--model", "MODEL", "--guidance-2", "-1"], "--guidance-2 -1.0: give a number, 0 or more"),
         (["--guidance", "5"], "--guidance goes with --model"),

@@ -79,7 +79,7 @@ def test_evaluate_takes_the_size_of_the_embedded_model(stop_at, saved_models, mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "1,5"], "--steps 5: the sampler takes 1, 2, 3 or 4 steps"),
+        (["--steps", "1,5"], "--steps 5: the sampler takes 1 to 4 steps"),
         (["-n", "0"], "-n 0: give 1 or more"),
         (["--batch-size", "-1"], "--batch-size -1: give 1 or more"),
         (["--preset", "fastest"], "preset 'fastest' is unknown"),
@@ -110,7 +110,7 @@ def test_evaluate_tells_what_it_does_and_makes_fewer_videos_at_a_time_if_they_ar
 
 def test_evaluate_says_something_before_it_imports_anything_large(monkeypatch, capsys):
     @contextlib.contextmanager
-    def stop():
+    def stop(verbose):
         raise CommandError("stopped")
         yield
 

@@ -16,6 +16,7 @@ from tests.tune_times import small_shapes, timed
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.tune import cases
 from turbo_rcm_patch.cli import info, main
+from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.tuning import keep
 from turbo_rcm_patch.kernels import measured_on, tuned_sdpa, tuned_tiers, why_torch
 from turbo_rcm_patch.kernels.choice import measured, tuned
@@ -358,8 +359,8 @@ def test_with_a_gpu_another_device_is_refused(capsys, monkeypatch):
     )
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, tmp_path):
+def test_a_folder_that_cannot_be_made_is_one_line_before_anything_is_measured(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv(tuned.CACHE, str(tmp_path / "file"))
-    with pytest.raises(Exception, match="set TURBO_RCM_PATCH_CACHE to another folder"):
-        keep(SHAPES, GPU, (8, 9), timed())
+    with pytest.raises(CommandError, match="set TURBO_RCM_PATCH_CACHE to another folder"):
+        keep(SHAPES, GPU, (8, 9), lambda case: pytest.fail("it was measured"))

@@ -27,6 +27,15 @@ def test_verify_exits_with_1_and_names_the_wrong_block(capsys, monkeypatch):
     assert "blocks.1, step" not in printed
 
 
+def test_the_file_has_what_the_run_was_given(saved_models, tmp_path):
+    model = saved_models / "t2v"
+    given = {"model": str(model), "transformer": str(model / "transformer"), "sigma_max": 100.0, "seed": 3}
+    options = [str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert main(["verify", *options, *TINY, "--steps", "1", "--json", str(tmp_path / "verify.json")]) == 0
+    settings = json.loads((tmp_path / "verify.json").read_text())["settings"]
+    assert settings | given == settings
+
+
 def test_verify_builds_a_config(tmp_path, capsys):
     options = ["--config", "tiny", "--layers", "1", "--steps", "2", "--device", "cpu", "--dtype", "bfloat16"]
     assert main(["verify", *options, "--json", str(tmp_path / "verify.json")]) == 0

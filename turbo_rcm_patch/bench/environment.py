@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +75,9 @@ def _commit(root: Path) -> str | None:
 
 
 def _first_line(*command: str) -> str | None:
-    """Return the first line that a program prints, or None if it is not there or fails."""
-    if shutil.which(command[0]) is None:
+    """Return the first line that a program prints, or None if it is not there, fails or takes too long."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    return answer.stdout.split("\n")[0].strip() if answer.returncode == 0 else None
+    return answer.stdout.split("\n")[0].strip()

@@ -21,6 +21,7 @@ from ..patching import patch
 from ..shapes.grammar import Scene, draw_scene
 from ..shapes.judge import SCORED, decode, score
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
+from ..wording import counted
 from .coding import without_tf32
 from .environment import Environment, describe_environment
 from .metrics import frame_psnr
@@ -163,7 +164,7 @@ def evaluate(
                     tally.scores += judge_videos(videos[name], [scenes[i] for i in batch])
                     tally.psnr_to_fp32 += _psnr(videos, name, base)
                     tally.psnr_to_exact += _psnr(videos, name, EXACT)
-                report(f"{count} step{'s' * (count > 1)}: {batch.stop} of {n} captions in {len(variants)} variants")
+                report(f"{counted(count, 'step')}: {batch.stop} of {n} captions in {len(variants)} variants")
             results += [tally.result(name, count, tallies[UNPATCHED]) for name, tally in tallies.items()]
     own = {"n": n, "steps": list(steps), "seed": seed, "batch_size": batch_size, **call}
     return Evaluation({**(settings or {}), **own}, describe_environment(device), tuple(results))
@@ -244,8 +245,9 @@ def _variants(
     return variants | {UNPATCHED_FP32: (reference, contextlib.nullcontext)}, UNPATCHED_FP32
 
 
-def label_of(name: str, config: PatchConfig) -> str:
-    """Return a variant's name, with what a sparse attention keeps: "sparse, topk 0.1, blocks 16×16"."""
+def label_of(config: PatchConfig) -> str:
+    """Return a tier's name, with what a sparse attention keeps: "sparse, topk 0.1, blocks 16×16"."""
+    name = config.tier.name
     if not isinstance(config, (Sparse, BlockSparse)):
         return name
     keeps = f"mass {config.mass:g}" if isinstance(config, BlockSparse) else f"topk {config.topk or SLA_TOPK:g}"

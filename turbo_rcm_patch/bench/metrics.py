@@ -42,10 +42,10 @@ def psnr(actual: torch.Tensor, reference: torch.Tensor, peak: float = 1.0) -> fl
     return 10 * math.log10(_ratio(peak**2, mean_squared_error)) if not math.isnan(mean_squared_error) else math.nan
 
 
-def frame_psnr(actual: torch.Tensor, reference: torch.Tensor, cap: float = 100.0) -> torch.Tensor:
-    """Return the PSNR in dB of every frame of videos [..., C, H, W] in [0, 1], fp64. Equal frames have the cap."""
+def frame_psnr(actual: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the PSNR in dB of every frame of videos [..., C, H, W] in [0, 1], fp64. Equal frames have 100 dB."""
     mean_squared_error = (actual.detach() - reference.detach()).square().mean(dim=(-3, -2, -1), dtype=torch.float64)
-    return (-10 * mean_squared_error.log10()).clamp(max=cap)
+    return (-10 * mean_squared_error.log10()).clamp(max=100.0)
 
 
 def ssim(actual: torch.Tensor, reference: torch.Tensor, device: torch.device | None = None) -> float | None:

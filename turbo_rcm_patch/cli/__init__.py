@@ -4,6 +4,7 @@ These files import neither torch nor diffusers, so that `--help` and most errors
 
     arguments.py       the options
     checks.py          errors that show before a model is loaded
+    sizes.py           the sizes that a model takes
     files.py           outputs, written whole or not at all
     errors.py          one-line errors and exit codes
     other_warnings.py, quiet_imports.py    keep other packages' warnings off stderr
@@ -14,15 +15,14 @@ The others import them:
     pipelines.py       loads the model; transformers.py has --transformer
     model_memory.py    the GPU memory that `info` shows
     sampling.py        the sampler and the guidance
-    video_writer.py    mp4 files
+    video_writer.py    mp4 files; side_by_side.py has those of `compare`
     gpus.py            a process for each GPU
-    demo_page.py       the page of `demo`; demo_videos.py makes its videos
+    demo_page.py       the page of `demo`; demo_videos.py makes its videos, demo_answer.py shows what they took
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -48,11 +48,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "evaluate":  # the imports alone can take 10 seconds
         print("turbo-rcm evaluate: loading PyTorch, diffusers and the model", file=sys.stderr, flush=True)
     if getattr(arguments, "gpus", 1) > 1:
-        with contextlib.nullcontext() if arguments.verbose else quiet_imports():  # torch logs which processes it ends
+        with quiet_imports(arguments.verbose):  # torch logs which processes it ends
             from .gpus import on_gpus
 
             return on_gpus(arguments)
-    with contextlib.nullcontext() if arguments.verbose else without_other_warnings():
+    with without_other_warnings(arguments.verbose):
         from . import commands
 
         return commands.run(arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import math
@@ -13,16 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..amounts import parse_amount
-from ..config import PRESETS, Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
+from ..config import Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
 from ..recipes import RCM_STEPS, RECIPES
 from ..wording import with_article
 from .arguments import spelled
 from .errors import CommandError
-from .files import check_ffmpeg, check_output, check_plot
+from .files import check_ffmpeg, check_output
 from .quiet_imports import quiet_imports
 from .sizes import SizeRules, size_rules
 
-STEPS = (1, 2, 3, 4)
 OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
 GUIDANCE = ("guidance", "guidance_2", "negative_prompt")
 LORAS = ("lora", "lora_2")
@@ -76,8 +74,6 @@ def _check_vram(arguments: argparse.Namespace) -> None:
         raise CommandError("--vram and --offload both say where the models are; leave one of them out.")
     if getattr(arguments, "no_patch", False):
         raise CommandError("--vram plans the memory of the patched pipeline; leave --vram or --no-patch out.")
-    if arguments.device == "cpu":
-        raise CommandError("--vram is the memory of a GPU; leave it out with --device cpu.")
 
 
 def _check_planned(arguments: argparse.Namespace) -> None:
@@ -135,7 +131,7 @@ def given_loras(arguments: argparse.Namespace) -> dict[str, tuple[str, float]]:
 
 def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:
     """Raise CommandError unless the command runs --model's class, and an image is given exactly where it is needed."""
-    with contextlib.nullcontext() if arguments.verbose else quiet_imports():
+    with quiet_imports(arguments.verbose):
         from ..patching.families import PIPELINES  # imports torch, which no help text needs
 
     model, has_image = arguments.model, arguments.image is not None
@@ -177,8 +173,6 @@ def check_generation(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--seed {arguments.seed} is out of range; give a number from 0 to 2**63 - 1.")
     if arguments.image is not None and not arguments.image.is_file():
         raise CommandError(f"--image {arguments.image}: no such file.")
-    if arguments.device == "cpu" and arguments.offload:
-        raise CommandError("--offload moves models between CPU and GPU; leave it out with --device cpu.")
     _check_model(arguments).check(arguments.height, arguments.width, arguments.frames)
 
 
@@ -190,8 +184,8 @@ def _check_device(arguments: argparse.Namespace) -> None:
 def _check_steps(arguments: argparse.Namespace) -> None:
     is_rcm = not is_distilled(arguments) and (arguments.model is None or arguments.sigma_max is not None)
     for steps in step_counts(arguments):
-        if steps is not None and is_rcm and steps not in STEPS:
-            raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
+        if steps is not None and is_rcm and steps not in range(1, RCM_STEPS + 1):
+            raise CommandError(f"--steps {steps}: the sampler takes 1 to {RCM_STEPS} steps.")
         if steps is not None:
             check_at_least_one("--steps", steps)
 
@@ -204,7 +198,7 @@ def as_option(error: Exception) -> str:
 def _check_sigma_max(arguments: argparse.Namespace) -> None:
     if arguments.sigma_max is None:
         return
-    with contextlib.nullcontext() if arguments.verbose else quiet_imports():
+    with quiet_imports(arguments.verbose):
         from ..solvers import rcm_times  # imports torch, which no help text needs
     for steps in step_counts(arguments):
         try:
@@ -217,7 +211,7 @@ def _check_guidance(arguments: argparse.Namespace) -> None:
     for name in GUIDANCE:
         value, option = getattr(arguments, name), spelled(name)
         if value is not None and arguments.model is None:
-            raise CommandError(f"{option} goes with --model; the embedded model has guidance distilled into it.")
+            raise CommandError(f"{option} goes with --model; without it there is no guidance.")
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
             raise CommandError(f"{option} {value}: give a number, 0 or more; up to 1 there is no guidance.")
 
@@ -305,18 +299,19 @@ def _check_lora(option: str, file: str, scale: float) -> None:
 
 def _check_comparison(arguments: argparse.Namespace) -> None:
     check_at_least_one("--repeats", arguments.repeats)
-    check_plot("--plot", arguments.plot)
+    check_output("--plot", arguments.plot, (".png", ".svg", ".pdf"))
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
     check_output("--video", arguments.video, (".mp4", ".png", ".gif", ".webp"))
     if arguments.video is not None and arguments.video.suffix.lower() == ".mp4":
         check_ffmpeg()
 
 
 def _check_conversion(arguments: argparse.Namespace) -> None:
-    if arguments.preset not in PRESETS:
-        raise CommandError(f"--preset {arguments.preset} is unknown; accepted are {', '.join(PRESETS)}.")
-    if arguments.format is not None and isinstance(PRESETS[arguments.preset], Exact):
+    config = _check_preset_name(arguments.preset)
+    if arguments.format is not None and isinstance(config, Exact):
         raise CommandError(f"--format is about 8 bits, and --preset {arguments.preset} stores none; leave it out.")
-    _check_options(arguments, PRESETS[arguments.preset])
+    _check_options(arguments, config)
     if not arguments.source.exists():
         raise CommandError(
             f"{arguments.source}: no such file or folder; give a diffusers folder, or a .pth or .safetensors file."

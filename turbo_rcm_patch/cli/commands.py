@@ -45,7 +45,7 @@ from ..patching.weights.load import component_folders, read_config
 from ..patching.weights.quantize_linears import capability_of
 from ..patching.weights.store import convert_model
 from ..wording import counted
-from .checks import CONFIG_OPTIONS, LORAS, config_options
+from .checks import CONFIG_OPTIONS, LORAS, TRANSFORMERS, config_options
 from .errors import CommandError, user_errors
 from .files import Sound, replacing, write_json, write_video
 from .info import info
@@ -186,7 +186,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     verification = verify(pipe, call, seed=arguments.seed, config=config)
     print(verification.patch_summary, verification_table(verification), sep="\n\n")
     facts = {
-        "settings": settings_of(arguments, pipe, call),
+        "settings": {**settings_of(arguments, pipe, call), "seed": arguments.seed},
         "environment": asdict(describe_environment(pipe._execution_device)),
     }
     if arguments.json is not None:
@@ -210,11 +210,10 @@ def _write_keep_out(path: Path, content: dict[str, object], *, ok: bool) -> None
 def _evaluate(arguments: argparse.Namespace) -> int:
     pipe, call = load_sampler(arguments)
     warn_of_size(arguments, call["height"], call["width"], call["num_frames"])
-    report = partial(_report, arguments)
     batch_size = arguments.batch_size or videos_at_a_time(call)
     *most, last = map(str, arguments.steps)
     steps = f"{', '.join(most)} and {last} steps" if most else counted(arguments.steps[0], "step")
-    report(f"{counted(arguments.n, 'caption')} in {steps}, {counted(batch_size, 'video')} at a time")
+    _report(f"{counted(arguments.n, 'caption')} in {steps}, {counted(batch_size, 'video')} at a time")
     tuned, plain, config = None, arguments, choose_config(arguments)
     if arguments.model is None and is_sparse(arguments):
         plain = argparse.Namespace(**{**vars(arguments), "preset": "exact"})
@@ -232,13 +231,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         call,
         n=arguments.n,
         steps=arguments.steps,
-        configs={label_of(arguments.preset, config): config},
+        configs={label_of(config): config},
         seed=arguments.seed,
         batch_size=batch_size,
         reference=reference,
         tuned=tuned,
         settings={**settings_of(arguments, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")},
-        report=report,
+        report=_report,
         placed=placed,
     )
     print(evaluation_table(evaluation))
@@ -264,8 +263,8 @@ def _placed(
         plan.undo()
 
 
-def _report(arguments: argparse.Namespace, line: str) -> None:
-    print(f"turbo-rcm {arguments.command}: {line}", file=sys.stderr, flush=True)
+def _report(line: str) -> None:
+    print(f"turbo-rcm evaluate: {line}", file=sys.stderr, flush=True)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -331,15 +330,16 @@ def _demo(arguments: argparse.Namespace) -> NoReturn:
 
 
 def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:
-    """Return the settings that are needed to reproduce a figure or a video."""
+    """Return the settings, except the seed, that are needed to reproduce a figure or a video."""
     config = getattr(arguments, "config", None)
+    names = ("image", *TRANSFORMERS, *LORAS, "recipe", "sigma_max", *CONFIG_OPTIONS)
     return {
         **({"config": config, "layers": len(blocks_of(pipe.transformer))} if config else {}),
         "model": arguments.model or (None if config else "embedded"),
         "preset": arguments.preset,
         **{
-            name: value
-            for name in (*LORAS, "recipe", *CONFIG_OPTIONS)
+            name: str(value) if isinstance(value, Path) else value
+            for name in names
             if (value := getattr(arguments, name, None)) is not None
         },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),

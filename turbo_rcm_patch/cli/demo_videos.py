@@ -85,7 +85,7 @@ class DemoVideos:
         self._started, self._folder = started, folder
         self._lock, self._loaded, self._count = threading.Lock(), None, 0
         device = choose_device(started)
-        # A GPU's first video waits for the kernels to be compiled. Two measured ones each come first once.
+        # On a GPU the first video waits for kernels to be compiled. In two measured runs each variant is first once.
         self._runs = {"warmups": 1, "repeats": 2} if device.type == "cuda" else {"warmups": 0, "repeats": 1}
         self.models = [*(started.model or []), EMBEDDED_MODEL]
         self.loras = {file: (file, scale) for file, scale in started.lora or ()}

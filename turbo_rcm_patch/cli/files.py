@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Raise CommandError for a path where no file with one of the suffixes can be made. None is no path."""
+    """Raise CommandError for a path where no file with one of the suffixes can be made. None: no file is asked for."""
     if path is None:
         return
     if path.suffix.lower() not in suffixes:
@@ -39,13 +38,6 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         raise CommandError(
             f"{option} {path}: cannot write in {path.parent} ({error.strerror}); choose another folder."
         ) from error
-
-
-def check_plot(option: str, path: Path | None) -> None:
-    """Check the path of an image like check_output, and that matplotlib is installed."""
-    check_output(option, path, (".png", ".svg", ".pdf"))
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError(f"{option} needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
 
 
 def json_file(text: str) -> Path:
@@ -142,7 +134,7 @@ def _wav_of(sound: Sound | None) -> Iterator[dict[str, str]]:
 
 
 def _check_frames(path: Path, frames: int) -> None:
-    """Raise OSError unless a video has this many frames. imageio does not report a failure of ffmpeg after the last."""
+    """Raise OSError unless a video has this many frames. imageio reports no failure of ffmpeg after the last one."""
     import imageio_ffmpeg
 
     try:

@@ -25,8 +25,8 @@ from .errors import CommandError, user_errors
 from .other_warnings import without_other_warnings
 
 START_METHOD = "spawn"  # CUDA does not run in forks
-# Seconds before a failed process ends. The others fail when its connections close, and end this much later. So the
-# first one is seen first.
+# Seconds that a failed process waits before it ends. The others fail when it ends, because its connections close, and
+# wait as long. So the first failure is seen first.
 BEFORE_THE_END = 1
 
 
@@ -69,7 +69,7 @@ def _one_process(rank: int, arguments: argparse.Namespace, rendezvous: str) -> N
     arguments.is_first = rank == 0
     tqdm.set_lock(threading.RLock())  # its own has a semaphore: Python warns of a leak if this process is killed
     try:
-        with _shown_by_first(rank), _without_warnings(arguments), user_errors():
+        with _shown_by_first(rank), without_other_warnings(arguments.verbose), user_errors():
             from .commands import generate
 
             with _joined(rank, arguments, rendezvous):
@@ -86,10 +86,6 @@ def _shown_by_first(rank: int) -> Iterator[None]:
         out, err = (sys.stdout, sys.stderr) if rank == 0 else (nowhere, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
-
-
-def _without_warnings(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if arguments.verbose else without_other_warnings()
 
 
 @contextlib.contextmanager

@@ -14,12 +14,15 @@ OWN = "turbo_rcm_patch"
 
 
 @contextlib.contextmanager
-def without_other_warnings() -> Iterator[None]:
+def without_other_warnings(verbose: bool = False) -> Iterator[None]:
     """Hide Python warnings, other packages' log below errors, and, if stderr is no terminal, progress bars of loading.
 
-    This package's own log stays. The libraries are imported here, because importing them logs, and sets the levels of
-    their loggers.
+    This package's own log stays, and with verbose=True everything does. The libraries are imported here, because
+    importing them logs, and sets the levels of their loggers.
     """
+    if verbose:
+        yield
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with quiet_imports():

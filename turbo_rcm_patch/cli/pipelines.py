@@ -31,7 +31,6 @@ from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler
 from ..shapes import grammar
 from ..wording import counted
-from .arguments import spelled
 from .checks import check_heads, check_pipeline_class, config_options
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
@@ -53,9 +52,9 @@ def choose_device(arguments: argparse.Namespace) -> torch.device:
             f"--device {device}: this machine has {counted(torch.cuda.device_count(), 'GPU')}, counted from cuda:0."
         )
     if device.type == "cpu" and getattr(arguments, "offload", False):
-        raise CommandError("--offload moves models between CPU and GPU, and there is no GPU; leave it out.")
+        raise CommandError("--offload moves models between CPU and GPU, and this runs on the CPU; leave it out.")
     if device.type == "cpu" and getattr(arguments, "vram", None) is not None and arguments.command != "info":
-        raise CommandError("--vram is the memory of a GPU, and there is no GPU; leave it out.")
+        raise CommandError("--vram is the memory of a GPU, and this runs on the CPU; leave it out.")
     return device
 
 
@@ -188,9 +187,8 @@ def _install_on_case(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> 
     """Do the same as `_install` for the pipeline of --config, whose random weights need no guidance."""
     if isinstance(pipe.scheduler, FewStepScheduler):
         return _install(pipe, arguments)
-    for option in ("sigma_max", "guidance", "negative_prompt"):
-        if getattr(arguments, option) is not None:
-            raise CommandError(f"{spelled(option)}: --config {arguments.config} runs without it; leave it out.")
+    if arguments.sigma_max is not None:
+        raise CommandError(f"--sigma-max: --config {arguments.config} runs without it; leave it out.")
     arguments.steps = arguments.steps or RCM_STEPS
     return {}
 

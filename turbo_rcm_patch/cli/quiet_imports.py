@@ -9,18 +9,16 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Import other packages without their warnings."""
-    with warnings.catch_warnings(), _nothing_logged_but_errors():
-        warnings.simplefilter("ignore")
+def quiet_imports(verbose: bool = False) -> Iterator[None]:
+    """Import other packages without their warnings, or with verbose=True with them."""
+    if verbose:
         yield
-
-
-@contextlib.contextmanager
-def _nothing_logged_but_errors() -> Iterator[None]:
+        return
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)

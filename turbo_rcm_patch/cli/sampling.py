@@ -18,6 +18,7 @@ from ..patching.sampling import distilled_handle
 from ..patching.sampling.use_distilled import NotRecognised
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler
+from .arguments import spelled
 from .checks import LORAS, OWN_SAMPLER, as_option, given_loras, step_counts
 from .errors import CommandError
 
@@ -57,12 +58,16 @@ def guidance(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str
         scale = 1.0 if isinstance(pipe.scheduler, FewStepScheduler) else default_of(pipe, "guidance_scale")
     if arguments.guidance_2 is not None and pipe.config.get("boundary_ratio") is None:
         raise CommandError(f"--model {arguments.model} has no second transformer; leave --guidance-2 out.")
-    more = {"guidance_scale_2": arguments.guidance_2, "negative_prompt": arguments.negative_prompt}
-    given = {name: value for name, value in more.items() if value is not None}
-    for name in given if scale <= 1 else ():
-        option = "--guidance-2" if name == "guidance_scale_2" else "--negative-prompt"
-        raise CommandError(f"{option} has an effect only with --guidance above 1, and it is {scale:g}; leave it out.")
-    return {"guidance_scale": scale, **given}
+    call = {"guidance_scale": scale}
+    for option, name in (("guidance_2", "guidance_scale_2"), ("negative_prompt", "negative_prompt")):
+        if (value := getattr(arguments, option)) is None:
+            continue
+        if scale <= 1:
+            raise CommandError(
+                f"{spelled(option)} has an effect only with --guidance above 1, and it is {scale:g}; leave it out."
+            )
+        call[name] = value
+    return call
 
 
 def default_of(pipe: DiffusionPipeline, name: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
 from datetime import date
 from functools import partial
@@ -53,16 +54,18 @@ def keep(
 
     measure: how a case is checked and timed. Returns the verdict of every op.
     """
-    print(f"tune for {shapes.model} at {shapes.size}")
-    bar = tqdm(list(cases(shapes)), desc="tune", unit="case")
-    rows = rows_of(bar, measure, report=bar.write)
     path = tuned_file(gpu)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):  # before minutes of measuring
+            pass
     except OSError as error:
         raise CommandError(
-            f"cannot make {path.parent}: {error}; set TURBO_RCM_PATCH_CACHE to another folder."
+            f"cannot write in {path.parent}: {error}; set TURBO_RCM_PATCH_CACHE to another folder."
         ) from error
+    print(f"tune for {shapes.model} at {shapes.size}")
+    bar = tqdm(list(cases(shapes)), desc="tune", unit="case")
+    rows = rows_of(bar, measure, report=bar.write)
     made = {"model": shapes.model, "size": shapes.size, "date": date.today().isoformat()}
     content = {"gpu": gpu, "capability": list(capability), "versions": versions(), **made, "rows": rows}
     write_json(path, content)

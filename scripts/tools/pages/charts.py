@@ -1,4 +1,4 @@
-"""Charts of a results file: tiers over torch.compile, a block's memory traffic, and the attention modules.
+"""Charts of a results file: tiers over torch.compile, and a block's memory traffic.
 
 runs: a results file's runs by name, as read from JSON. Drawing needs matplotlib.
 """
@@ -198,7 +198,7 @@ def milliseconds(variant: dict) -> float:
 
 
 def chart_file(path: Path, kind: str) -> Path:
-    """Return the path of a results file's chart. kind: "tiers", "traffic" or "modules"."""
+    """Return the path of a results file's chart. kind: "tiers" or "traffic"."""
     return path.with_name(f"{path.stem}-{kind}.png")
 
 
@@ -209,12 +209,11 @@ def draw_charts(runs: dict, path: Path) -> None:
 
 
 def chart_data(runs: dict) -> dict[str, object]:
-    """Return the data of each chart that has any: tiers, DRAM passes of a block, attention modules."""
-    models, modules = one_of_each_model(speedups_by_tier(runs)), runs.get("implementations")
+    """Return the data of each chart that has any: tiers, DRAM passes of a block."""
+    models = one_of_each_model(speedups_by_tier(runs))
     data = {
         "tiers": models and {"gpu": gpu_of(real_models(runs)), "models": models},
         "traffic": [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"],
-        "modules": modules and {"gpu": modules["environment"]["gpu"], "rows": modules["rows"]},
     }
     return {kind: shown for kind, shown in data.items() if shown}
 
@@ -281,31 +280,7 @@ def _draw_traffic(runs: list[dict]):
     return figure
 
 
-def _draw_modules(data: dict):
-    """Return a line per implementation over the number of tokens."""
-    shown = [
-        row
-        for row in data["rows"]
-        if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)
-    ]
-    figure, axes = _figure(5.4)
-    for name in dict.fromkeys(row["implementation"] for row in shown):
-        points = [(row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["speedup"]]
-        if points:
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", linewidth=2, label=module_of(name))
-    sizes = sorted({row["N"] for row in shown})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, sizes)
-    figure.suptitle(
-        f"The attention modules for new models on one {data['gpu']}, over TwoPassRCMAttention", fontsize="large"
-    )
-    axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads; bf16, forward)", fontsize="large")
-    axes.set_ylabel("speed-up; higher is better", fontsize="large")
-    legend_below(figure, axes, ncols=2)
-    return figure
-
-
-_DRAW = {"tiers": _draw_tiers, "traffic": _draw_traffic, "modules": _draw_modules}
+_DRAW = {"tiers": _draw_tiers, "traffic": _draw_traffic}
 
 
 def legend_below(figure, axes, ncols: int = 3) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from turbo_rcm_patch.wording import counted
+
 from .cells import decibels, percent, table_of, versions, with_error
 
 TRAINING = "training.json"
@@ -73,7 +75,7 @@ def sparse_table(results: dict) -> str:
     steps = list(dict.fromkeys(row["steps"] for row in rows))
     header = ["attention", "key blocks kept"]
     for count in steps:
-        header += [f"{_steps(count)}, %", "PSNR to exact, dB"]
+        header += [f"{counted(count, 'step')}, %", "PSNR to exact, dB"]
     lines, dtype = [], _dtype(results)
     for variant, kept in dict.fromkeys((row["variant"], row["kept"]) for row in rows):
         cells = [f"{variant} in {dtype}", "all" if kept is None else f"{100 * kept:.0f} %"]
@@ -114,7 +116,7 @@ def tiers_table(evaluation: dict, sparse: dict, block_sparse: dict) -> str:
 def _table_of_groups(groups: list[tuple[dict, dict]]) -> str:
     """Return a table of measurements with {variant: its results by steps}, each over the same captions."""
     counts = sorted({steps for _, variants in groups for rows in variants.values() for steps in rows})
-    header = ["measured on", "captions", "variant", *map(_steps, counts), "PSNR to exact, dB"]
+    header = ["measured on", "captions", "variant", *(counted(count, "step") for count in counts), "PSNR to exact, dB"]
     lines = []
     for measured, variants in groups:
         where = [measured["environment"]["gpu"] or "a CPU", str(measured["settings"]["n"])]
@@ -147,10 +149,6 @@ def _by_variant(results: list[dict], name_of: Callable[[dict], str]) -> dict[str
     for row in results:
         variants.setdefault(name_of(row), {})[row["steps"]] = row
     return variants
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'s' * (count > 1)}"
 
 
 def lora_table(results: dict) -> str:

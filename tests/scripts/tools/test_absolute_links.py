@@ -15,7 +15,6 @@ RAW, PAGE = "https://raw.githubusercontent.com/ann/trp/v1", "https://github.com/
     [
         ("[tiers](docs/tiers.md#quantized)", f"[tiers]({PAGE}/docs/tiers.md#quantized)"),
         ("![speed](results/a.png)", f"![speed]({RAW}/results/a.png)"),
-        ('<img src="docs/a.gif" width="700">', f'<img src="{RAW}/docs/a.gif" width="700">'),
         ("[![speed](a.png)](results/README.md)", f"[![speed]({RAW}/a.png)]({PAGE}/results/README.md)"),
         ("[tiers](#tiers) [x](https://x.org/a.png)", "[tiers](#tiers) [x](https://x.org/a.png)"),
     ],

@@ -20,14 +20,12 @@ def test_charts(tmp_path):
     traffic = {"name": "eager", "read": 2e9, "written": 1e9, "refused": None}
     on_a_gpu = {"environment": {"gpu": "NVIDIA X"}}
     block = {"case": "Wan block", "config": "wan2.1-1.3b"}
-    size = {"B": 4, "N": 16, "C": 768, "dtype": "bfloat16", "mode": "forward"}
     runs = {
         "wan2.1-1.3b": step_run("wan2.1-1.3b", compiled=0.6, patched=0.5),
         "traffic": {"settings": block, "pass_bytes": 80, "implementations": [traffic], **on_a_gpu},
-        "implementations": {**on_a_gpu, "rows": [{**size, "implementation": "two_pass", "speedup": 1.0}]},
     }
     charts.draw_charts(runs, tmp_path / "gpu.json")
-    names = {f"gpu-{kind}.png" for kind in ("tiers", "traffic", "modules")}
+    names = {f"gpu-{kind}.png" for kind in ("tiers", "traffic")}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     charts.draw_charts({}, tmp_path / "none.json")
