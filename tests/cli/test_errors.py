@@ -10,9 +10,11 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.cli.running import CAPTION, TINY, error_of
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import commands, files, main, pipelines
 from turbo_rcm_patch.cli.errors import CommandError, why_not_loaded
+from turbo_rcm_patch.cli.sizes import size_rules
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,9 @@ from turbo_rcm_patch.cli.errors import CommandError, why_not_loaded
         (["--height", "100"], "--height 100 is not divisible by 16; try 96"),
         (["--width", "0"], "--width 0 is not divisible by 16; try 16"),
         (["--width", "-16"], "--width -16 is not divisible by 16; try 16"),
+        (["--height", "4112"], "--height 4112 is too large: the model's RoPE table has 256 positions along each axis"),
+        (["--width", "5000"], "--width 5000 is too large"),
+        (["--frames", "1025"], "give at most 1021"),
         (["--preset", "fastest"], "preset 'fastest' is unknown; accepted are exact"),
         (["--seed", "-1"], "--seed -1"),
         (["--fps", "0"], "--fps 0"),
@@ -76,6 +81,39 @@ def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, nothing_runs):
     assert "--height 48 is not divisible by 32" in error_of(capsys, *model, "--height", "48")
     assert "--width 96 is not divisible by 64" in error_of(capsys, *model, "--width", "96")
     assert "--frames 13 is not 8k+1" in error_of(capsys, *model, "--frames", "13")
+
+
+def test_the_largest_size_follows_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "run", lambda arguments: 0)
+    model = ["verify", "--model", folder_of(tmp_path, patch_size=[2, 2, 1], rope_max_seq_len=9)]
+    for option, largest, next_one in (("--height", 288, 320), ("--width", 144, 160), ("--frames", 137, 145)):
+        assert main(list(map(str, [*model, option, largest]))) == 0
+        message = error_of(capsys, *model, option, next_one)
+        assert f"{option} {next_one} is too large" in message
+        assert "9 positions along each axis" in message
+        assert f"give at most {largest}." in message
+
+
+def test_a_config_larger_than_its_rope_table_is_refused_before_it_is_built(capsys, monkeypatch):
+    monkeypatch.setattr(pipelines, "build_pipeline", lambda *args, **kwargs: pytest.fail("weights were drawn"))
+    wide = ["verify", "--config", "wan2.1-1.3b", "--width", 16400]
+    assert "--width 16400 is too large: the model's RoPE table has 1024" in error_of(capsys, *wide)
+    assert "give at most 4093" in error_of(capsys, "verify", "--config", "wan2.1-1.3b", "--frames", 4097)
+
+
+def test_a_size_at_the_end_of_the_rope_table_runs():
+    """The limit is the table's, not a position short of it or beyond."""
+    transformer = tiny_wan_pipeline("t2v").transformer
+    positions = transformer.config.rope_max_seq_len
+    channels, text = transformer.config.in_channels, torch.zeros(1, 1, transformer.config.text_dim)
+
+    def run(frames):
+        transformer(torch.zeros(1, channels, frames, 2, 2), torch.zeros(1), text)
+
+    assert size_rules({}, transformer.config).positions == positions
+    run(positions)
+    with pytest.raises(RuntimeError, match="shape"):
+        run(positions + 1)
 
 
 def test_a_model_that_does_not_load(tmp_path, capsys):
