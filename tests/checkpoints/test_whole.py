@@ -272,6 +272,16 @@ def test_dtypes_that_mean_something_else_are_refused(tmp_path, how):
         assert line in str(error.value)
 
 
+def test_patches_in_8_bits_are_refused(tmp_path):
+    """TurboDiffusion keeps the linear over patches in 16 bits."""
+    model = tiny_wan_transformer()
+    state_dict = official_state_dict(model, flat_patches=True)
+    patches = state_dict.pop("patch_embedding.weight")
+    state_dict |= {"patch_embedding.int8_weight": patches.to(torch.int8), "patch_embedding.scale": torch.ones(1, 1)}
+    with pytest.raises(ValueError, match=r"patch_embedding\.int8_weight is \[128, 64\], not \[128, 16, 1, 2, 2\]"):
+        read(write(tmp_path, state_dict, "pth"), model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_and_projections_of_any_floats(tmp_path, dtype):
     model = tiny_wan_transformer(heads=4, head_dim=40, ffn_dim=200)

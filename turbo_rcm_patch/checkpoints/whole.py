@@ -191,12 +191,13 @@ class _Problems:
         self.integers: list[str] = []  # without scales
 
     def is_right(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], dtype: str | None = None) -> bool:
-        """True if a tensor is as expected, or is a linear's over patches; if not, a note is added.
+        """True if a tensor is as expected; if not, a note is added.
 
-        dtype: "float" stands for any float dtype, None for any dtype.
+        dtype: "float" stands for any float dtype. None stands for any dtype, and then the weight may also be that of a
+        linear over patches.
         """
-        over_patches = len(shape) == 5 and tensor.shape == (shape[0], torch.Size(shape[1:]).numel())
-        if tensor.shape != shape and not over_patches:
+        over_patches = (shape[0], torch.Size(shape[1:]).numel()) if dtype is None and len(shape) == 5 else shape
+        if tensor.shape not in (shape, over_patches):
             self.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
         elif dtype not in (None, tensor.dtype) and not (dtype == "float" and tensor.floating):
             self.misshapen.append(f"{key} is {tensor.dtype}, not {dtype}")
