@@ -120,6 +120,8 @@ def test_wrong_number_of_steps_says_what_to_do(steps):
         ({"sigmas": []}, "one or more"),
         ({"sigmas": 0.5}, "one or more"),
         ({"sigmas": ["a", "b"]}, r"sigmas=\['a', 'b'\]; give one or more numbers"),
+        ({"sigmas": torch.eye(2)}, "give one or more numbers"),
+        ({"timesteps": [10**400]}, "give one or more numbers"),
         ({"sigmas": [0.5, 0.5]}, "decrease strictly"),
         ({"sigmas": [0.5, 0.7]}, "decrease strictly"),
         ({"sigmas": [0.5, 0.0]}, "without the final 0"),

@@ -125,7 +125,7 @@ def checked_times(values: Iterable[float], name: str, largest: float) -> tuple[f
     """Return times as floats. Raises ValueError unless they are in (0, largest], finite, and decrease strictly."""
     try:
         times = tuple(map(float, values))
-    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for rows of numbers
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises RuntimeError for rows of numbers
         times = ()
     if not times:
         raise ValueError(f"{name}={values!r}; give one or more numbers, highest first.")
