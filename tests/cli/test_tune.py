@@ -364,3 +364,13 @@ def test_a_folder_that_cannot_be_made_is_one_line_before_anything_is_measured(mo
     monkeypatch.setenv(tuned.CACHE, str(tmp_path / "file"))
     with pytest.raises(CommandError, match="set TURBO_RCM_PATCH_CACHE to another folder"):
         keep(SHAPES, GPU, (8, 9), lambda case: pytest.fail("it was measured"))
+
+
+def test_a_folder_that_cannot_be_written_in_is_one_line_before_anything_is_measured(monkeypatch, tmp_path):
+    def denied(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setenv(tuned.CACHE, str(tmp_path))
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)  # file modes do not stop root
+    with pytest.raises(CommandError, match=f"cannot write in {tmp_path}.*set TURBO_RCM_PATCH_CACHE"):
+        keep(SHAPES, GPU, (8, 9), lambda case: pytest.fail("it was measured"))

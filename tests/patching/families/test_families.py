@@ -138,6 +138,20 @@ def test_frames_with_the_same_timesteps_share_a_row_of_modulation(name):
         assert vars(model)[SHARED].runs.starts.tolist() == RUNS[name]
 
 
+def test_clean_frames_leave_no_runs():
+    """In training clean frames follow the others, and have timesteps of their own."""
+    model, calls = tiny_family_transformer("anyflow far"), []
+    embedder = model.condition_embedder
+    with trp.patch(model), torch.no_grad():
+        hook = embedder.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+        output_of("anyflow far", model)
+        hook.remove()
+        assert vars(model)[SHARED].runs is not None
+        args, kwargs = calls[0]
+        embedder(*args, **{**kwargs, "clean_timestep": torch.zeros_like(args[0][:, 1:])})
+        assert vars(model)[SHARED].runs is None
+
+
 def test_a_causal_model_writes_the_same_cache_as_unpatched():
     name = "anyflow far, with a cache"
     model, caches = tiny_family_transformer(name), []
