@@ -341,7 +341,7 @@ class _Search:
             self.left.remove(name)
 
     def _let_only(self, names: Sequence[str], among: Collection[str]) -> list[str]:
-        """Of the parts `among`, let only these be out of 8 bits. Return those that had left before."""
+        """Let these parts, and no others of `among`, be out of 8 bits. Return those of `among` that were out before."""
         before = [name for name in among if name in self.left]
         self.come_back([name for name in before if name not in names])
         self.leave([name for name in names if name not in before])

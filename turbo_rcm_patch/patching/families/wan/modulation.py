@@ -32,7 +32,7 @@ class TokenRuns(NamedTuple):
 
     @classmethod
     def of(cls, timestep_proj: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor) -> TokenRuns:
-        """Return the runs of a timestep_proj that may still be written to."""
+        """Return the runs of a timestep_proj as it is now. Later writes to it are noticed."""
         return cls(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()), timestep_proj._version)
 
     def made(self, temb: torch.Tensor) -> bool:
