@@ -77,7 +77,10 @@ def run(options: argparse.Namespace) -> int:
 
 RANKS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}  # of this process, as accelerate's launcher sets them
 # Which videos are made, and where; all other options decide what a prompt and a seed look like.
-NOT_DECIDING = ("prompts", "seed", "seeds", "out", "device", "offload", "command", "prompt", "patched", "no_patch")
+NOT_DECIDING = (
+    *("prompts", "seed", "seeds", "out", "device", "offload", "verbose"),
+    *("command", "prompt", "patched", "no_patch"),
+)
 
 
 def deciding(options: argparse.Namespace) -> dict[str, object]:
@@ -101,7 +104,7 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
     warn_of_prompts(options, list(dict.fromkeys(video.prompt for video in videos)))
     pipe.set_progress_bar_config(disable=True)
     settings = {**settings_of(options, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")}
-    settings = json.loads(json.dumps({**settings, "fps": options.fps, "image": options.image and str(options.image)}))
+    settings = json.loads(json.dumps({**settings, "fps": options.fps}))
     check_same_settings(options.out, recorded, settings)
     print(options.patched or patch(pipe, choose_config(options)))
     for video in videos:
