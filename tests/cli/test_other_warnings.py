@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.running import CAPTION, TINY
 from turbo_rcm_patch.cli import commands, main
+from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
 RUN_COMMANDS_AND_IMPORT_ALL = """
 import importlib, pkgutil, sys, traceback
@@ -107,3 +108,13 @@ def test_verbose_hides_nothing(noisy_info, said, option):
     with pytest.warns(UserWarning, match="warned of"):
         assert main([noisy_info, option]) == 0
     assert {"torch._dynamo chatters", "a_new_package chatters", "our own warning"} < set(said)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_imports_are_quiet_unless_verbose(said, verbose):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with quiet_imports(verbose):
+            warnings.warn("warned of", stacklevel=1)
+            logging.getLogger("a_new_package").warning("chatters")
+    assert (len(warned), said) == ((1, ["chatters"]) if verbose else (0, []))

@@ -2,6 +2,8 @@
 
 import json
 
+import imageio.v3 as iio
+import numpy as np
 import pytest
 import torch
 
@@ -28,8 +30,10 @@ def test_verify_exits_with_1_and_names_the_wrong_block(capsys, monkeypatch):
 
 
 def test_the_file_has_what_the_run_was_given(saved_models, tmp_path):
-    model = saved_models / "t2v"
-    given = {"model": str(model), "transformer": str(model / "transformer"), "sigma_max": 100.0, "seed": 3}
+    model, image = saved_models / "i2v", tmp_path / "first.png"
+    iio.imwrite(image, np.full((16, 16, 3), 90, dtype=np.uint8))
+    given = {"model": str(model), "transformer": str(model / "transformer"), "image": str(image)}
+    given |= {"sigma_max": 100.0, "seed": 3}
     options = [str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     assert main(["verify", *options, *TINY, "--steps", "1", "--json", str(tmp_path / "verify.json")]) == 0
     settings = json.loads((tmp_path / "verify.json").read_text())["settings"]
