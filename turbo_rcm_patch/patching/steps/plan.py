@@ -199,7 +199,7 @@ def _objects(block: nn.Module) -> Iterable[object]:
 
 
 STATE = "_turbo_rcm_patch"  # the attribute of a patched block that holds its BlockState
-SHARED = "_turbo_rcm_patch_shared"  # the attribute of a transformer, and of a patched module beside its blocks, that holds the Shared
+SHARED = "_turbo_rcm_patch_shared"  # the attribute of a transformer and of patched modules beside its blocks: Shared
 
 
 class Shared:
