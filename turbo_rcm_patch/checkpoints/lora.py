@@ -152,7 +152,7 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
         else:
             doubled.append(f"{known} and {key}")
     if doubled:
-        raise ValueError(f"it has the same weight twice: {_some(doubled, '; ')}")
+        raise ValueError(f"it has the same weight twice; remove one of the two from the file: {_some(doubled, '; ')}")
     return grouped
 
 
