@@ -210,7 +210,7 @@ class Shared:
         compiles_ahead: True until a block has compiled the kernels of all steps ahead of its first run.
         saturation: notes if a residual was too large for its dtype and was clamped.
         has_warned: the user was already warned about saturation.
-        runs: the runs of tokens with equal timesteps in the latest forward, or None.
+        runs: the runs of tokens with equal timesteps that were found last, or None. A forward may have none of its own.
         steps: tells the pipeline's present step. None for a model that was patched alone.
         products: the prepared products of LoRA layers.
         from_file: a line for the summary on weights from an 8-bit file, or None.
@@ -229,7 +229,7 @@ class Shared:
         return "steps unknown to torch.compile" if torch.compiler.is_compiling() else self.steps.why_exact(*counts)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out of copies and pickles what belongs to the latest forward."""
+        """Leave the runs out of copies and pickles, because they belong to one forward."""
         return {**self.__dict__, "runs": None}
 
 
