@@ -164,7 +164,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="blocks of the model (default: all)")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps at each place (default 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each turn (default 5)")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
