@@ -130,7 +130,7 @@ class WholeModel:
         if not tensor.floating:  # packed values have another shape too
             problems.integers.append(key)
             return None
-        if not problems.is_right(key, tensor, shape):
+        if not _fits(key, tensor, shape, problems):
             return None
         return Weight((key,), lambda: tensor.load().reshape(shape))
 
@@ -138,7 +138,7 @@ class WholeModel:
         self, name: str, key: str, module: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems
     ) -> Weight | None:
         """Return a weight with a scale. name: the parameter's. key: the weight's. module: the layer's, in the file."""
-        if not problems.is_right(key, tensor, shape):
+        if not _fits(key, tensor, shape, problems):
             return None
         lacking = self._scales.lacking(module, key)
         if lacking is not None:
@@ -171,6 +171,15 @@ class WholeModel:
         return Weight(tuple(keys), lambda: dequantize_blocks(values.load(), scale.load()))
 
 
+def _fits(key: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems) -> bool:
+    """True if a tensor has a parameter's shape, or a linear's over patches; if not, a note is added."""
+    over_patches = len(shape) == 5 and tensor.shape == (shape[0], torch.Size(shape[1:]).numel())
+    if tensor.shape == shape or over_patches:
+        return True
+    problems.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
+    return False
+
+
 def dequantize_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return ``int8 · scale[i // 128, j // 128]`` in fp32, [N, K], the weight of TurboDiffusion's int8 linears.
 
@@ -190,16 +199,11 @@ class _Problems:
         self.misshapen: list[str] = []
         self.integers: list[str] = []  # without scales
 
-    def is_right(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], dtype: str | None = None) -> bool:
-        """True if a tensor is as expected; if not, a note is added.
-
-        dtype: "float" stands for any float dtype. None stands for any dtype, and then the weight may also be that of a
-        linear over patches.
-        """
-        over_patches = (shape[0], torch.Size(shape[1:]).numel()) if dtype is None and len(shape) == 5 else shape
-        if tensor.shape not in (shape, over_patches):
+    def is_right(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], dtype: str) -> bool:
+        """True if a tensor is as expected; if not, a note is added. dtype: "float" stands for any float dtype."""
+        if tensor.shape != shape:
             self.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
-        elif dtype not in (None, tensor.dtype) and not (dtype == "float" and tensor.floating):
+        elif tensor.dtype != dtype and not (dtype == "float" and tensor.floating):
             self.misshapen.append(f"{key} is {tensor.dtype}, not {dtype}")
         else:
             return True

@@ -14,7 +14,7 @@ from torch import nn
 from ..amounts import enough_in_gb, in_gb, parse_amount
 from ..config import Exact, PatchConfig, Quantized
 from ..patching.families.vae.chunks import LIMIT, free_memory
-from ..patching.sampling.handle import has_no_guidance
+from ..patching.sampling.handle import may_guide
 from ..tables import table
 from .checks import PLANNED, check_card, check_movable, check_size, config_of, frames_of_a_latent, models_of
 from .choose import Placement, choose, smallest
@@ -192,7 +192,7 @@ def fit_with(
 def _facts_of(pipe: object, models: Mapping[str, nn.Module]) -> dict[str, object]:
     """Return the facts of a step that the pipeline tells, as arguments of `Patched`."""
     names = " ".join(kind.__name__ for kind in type(pipe).__mro__)
-    guided = has_sound(models) and not has_no_guidance(pipe)
+    guided = has_sound(models) and may_guide(pipe)
     return {**facts_of_class(names, pipe.config), "samples": 1 + guided}
 
 

@@ -162,7 +162,7 @@ class Blocks:
         sizes: the sizes of its tensors.
         sparse: how sparse-linear attention replaces the self-attention, or None if it cannot.
         random_weights: how random weights are made more like trained ones, or None for a family without cases.
-        kind: what the forward must know about these blocks, if other lists of blocks have it too, or None.
+        kind: what `forward` reads about these blocks, if it is shared by blocks that differ. Else None.
     """
 
     name: str

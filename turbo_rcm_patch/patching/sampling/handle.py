@@ -49,10 +49,10 @@ def check_pipeline(pipe: object, caller: str) -> None:
     raise RuntimeError(f"{active.caller} is active on this pipeline; call restore() on its handle first.")
 
 
-def has_no_guidance(pipe: object) -> bool:
-    """True if a few-step sampler on a pipeline, or on the one that it is a copy of, turns guidance off."""
+def may_guide(pipe: object) -> bool:
+    """True unless a few-step sampler on a pipeline, or on the one that it is a copy of, turns guidance off."""
     handle = vars(pipe).get(HANDLE)
-    return handle is not None and not handle._classifier_free_guidance
+    return handle is None or handle._classifier_free_guidance
 
 
 def check_experts(pipe: DiffusionPipeline, timesteps: Sequence[float], boundary_ratio: float | None) -> None:
