@@ -1,5 +1,6 @@
 """The patched decoder computes what diffusers' computes: frame by frame, in chunks, tiles and slices."""
 
+import copy
 from collections import Counter
 from dataclasses import replace
 
@@ -334,8 +335,7 @@ def test_error_of_the_real_models_on_a_gpu(cls, options, frames, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     low = cls(**options).eval().to("cuda", torch.bfloat16)
-    wide = cls(**options).eval().to("cuda")
-    wide.load_state_dict(low.state_dict())
+    wide = copy.deepcopy(low).float()
     z = torch.randn(1, low.config.z_dim, frames, 24, 32, device="cuda", dtype=torch.bfloat16)
     for tiled in (False, True):
         for vae in (low, wide) if tiled else ():

@@ -1,5 +1,6 @@
 """Decoding in strips: the processes of a parallel transformer decode together what one decodes alone."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -226,7 +227,7 @@ def test_strips_on_a_gpu(kind):
     """Whole frames and strips are in different tiles of the kernels, and are both rounded to bf16."""
     vae, z = large_vae_and_latents(kind)
     unpatched = decode(vae, z).cpu()
-    oracle = decode(tiny_vae(kind, torch.bfloat16).double(), z.cpu().double())
+    oracle = decode(copy.deepcopy(vae).double(), z.double()).cpu()
     trp.patch(vae)
     for count in (2, 3):
         frames = unpatchify(in_strips(vae, z, count), patch_size=patch_size_of(vae)).clamp(-1, 1)
@@ -239,7 +240,7 @@ def test_two_gpus_decode_no_worse_than_one(tmp_path):
     ranks = in_gpu_ranks(on_gpus, tmp_path)
     for kind in WELL_CONDITIONED:
         vae, z = large_vae_and_latents(kind)
-        oracle, unpatched = decode(tiny_vae(kind, torch.bfloat16).double(), z.cpu().double()), decode(vae, z).cpu()
+        oracle, unpatched = decode(copy.deepcopy(vae).double(), z.double()).cpu(), decode(vae, z).cpu()
         for results in ranks:
             frames, widths, summary = results[kind]
             assert "each of 2 processes decodes a strip" in summary

@@ -24,7 +24,7 @@ def test_in_8_bits_the_embeddings_err_at_most_twice_as_much_as_in_bf16(seed, tai
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("seed", "tails"), [(seed, tails) for seed in range(3) for tails in (None, 5)])
+@pytest.mark.parametrize(("seed", "tails"), [(0, None), (1, 5)])  # 290 million weights each
 def test_a_wide_encoder_on_a_gpu(seed, tails):
     gc.collect()
     others = torch.cuda.memory_allocated()
