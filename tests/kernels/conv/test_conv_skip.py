@@ -71,7 +71,7 @@ def test_matches_the_oracle(name, device):
     for dtype in dtypes_in_turns(device, (name, SIZES)):
         tensors = operands(*SIZES[name], torch_device(device), dtype)
         check(tensors)
-        if device == "cuda" or name in ("one pixel", "odd", "few channels"):
+        if name in ("one pixel", "odd", "few channels"):
             check([*tensors[:2], None, None])
 
 

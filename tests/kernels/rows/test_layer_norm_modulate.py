@@ -4,6 +4,7 @@ import torch
 from tests.kernels.eight_bit import assert_same
 from tests.kernels.rows.test_quantize_rows import formats
 from tests.kernels.runs import LENGTHS, expand, runs_of
+from tests.kernels.turns import dtypes_in_turns
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import INT8, Runs, layer_norm_modulate, reference
 from turbo_rcm_patch.kernels.quantized import quantize_reference
@@ -35,7 +36,8 @@ def check(x, weight=None, bias=None, scale=None, shift=None, eps=1e-6, centred=T
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_oracle(shape, modulation, affine, centred, device):
     B, S, C = shape
-    for dtype in DTYPES[device]:
+    switches = ((affine, (False, True)), (centred, (False, True)))
+    for dtype in dtypes_in_turns(device, (shape, SHAPES), (modulation, MODULATIONS), *switches):
         x = torch.randn(shape).to(torch_device(device), dtype)
         weight, bias = torch.randn(2, C).to(x.device) if affine else (None, None)
         scale = shift = None
@@ -124,7 +126,7 @@ def test_the_result_may_be_of_another_dtype(device):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_result_may_have_8_bits(shape, modulation, device):
     B, S, C = shape
-    for dtype in DTYPES[device]:
+    for dtype in dtypes_in_turns(device, (shape, SHAPES), (modulation, MODULATIONS)):
         x = torch.randn(shape).to(torch_device(device), dtype)
         options = {"weight": torch.randn(C).to(x.device), "bias": torch.randn(C).to(x.device)}
         if MODULATIONS[modulation] is not None:

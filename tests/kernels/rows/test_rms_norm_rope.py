@@ -2,6 +2,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 
+from tests.kernels.turns import dtypes_in_turns
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import reference, rms_norm_rope
 
@@ -35,13 +36,17 @@ def test_matches_the_oracle(shape, rotated, device):
         check(x, weight, heads, *(angles(S, head_dim, x.device) if rotated else ()))
 
 
+SHAPES_OF_TABLES = [(1, 1, 1, 2), (2, 7, 3, 12), (3, 9, 2, 36), (2, 33, 32, 64), (1, 3, 40, 128)]
+TABLES_BY = ["token", "head", "sample", "sample and head"]
+
+
 @pytest.mark.parametrize("halves", [True, False])
-@pytest.mark.parametrize("by", ["token", "head", "sample", "sample and head"])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 7, 3, 12), (3, 9, 2, 36), (2, 33, 32, 64), (1, 3, 40, 128)])
+@pytest.mark.parametrize("by", TABLES_BY)
+@pytest.mark.parametrize("shape", SHAPES_OF_TABLES)
 def test_tables_of_every_shape_match_the_oracle(shape, by, halves, device):
     B, S, heads, head_dim = shape
     of = (B if "sample" in by else 1, S, heads if "head" in by else 1, head_dim // 2)
-    for dtype in DTYPES[device]:
+    for dtype in dtypes_in_turns(device, (shape, SHAPES_OF_TABLES), (by, TABLES_BY), (halves, (False, True))):
         x = torch.randn(B, S, heads * head_dim).to(torch_device(device), dtype)
         angle = torch.randn(of, device=x.device)
         check(x, torch.randn(heads * head_dim).to(x), heads, angle.cos(), angle.sin(), halves=halves)
