@@ -17,7 +17,9 @@ from tests.patching.changes import (
     WITH_LORA,
     WRITES,
     AnObject,
+    Doubled,
     DoubledFeedForward,
+    a_layer_more,
     add_lora,
     an_attribute_of_each_step,
     another_linear,
@@ -224,6 +226,22 @@ CHANGES = {
     "blocks that come and go": Change(blocks_that_come_and_go, TIERS, families=("vace",)),
     "fused projections": Change(fused_projections, ALL, silent=True, families=("skyreels",)),
     "dropout in training": Change(dropout_in_training, ALL, before=True),
+    "another layer in place of a dropout": Change(
+        replaced("blocks.0.attn1.to_out", "1", lambda _: Doubled(), "tests Doubled layer"),
+        ALL,
+        families=("skyreels", "helios"),
+        before=True,
+    ),
+    "another layer in place of the feed-forward's dropout": Change(
+        replaced("blocks.0.ffn.net", "1", lambda _: Doubled(), {"quantized": "tests Doubled layer", None: None}),
+        before=True,
+    ),
+    "a layer after a feed-forward": Change(
+        a_layer_more("blocks.0.ffn.net", "tests Doubled layer"), (*MOST, GRAPHS), families=("vace",), before=True
+    ),
+    "a layer that an attention does not call": Change(
+        a_layer_more("blocks.0.attn1.to_out", None), TIERS, silent=True, before=True
+    ),
     "a backend of an attention": Change(
         within(lambda model: attribute(model.blocks[0].attn1.processor, "_attention_backend", "_native_math"), BACKEND),
         ALL,

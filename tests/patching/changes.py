@@ -98,6 +98,23 @@ class DoubledFeedForward(FeedForward):
         return 2 * super().forward(*args, **kwargs)
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def a_layer_more(path, says):
+    """A layer after those of a part."""
+
+    def make(model):
+        layers = model.get_submodule(path)
+        layers.append(Doubled())
+        yield says
+        del layers[-1]
+
+    return make
+
+
 def doubled_processor(attn):
     class Doubled(type(attn)._default_processor_cls):
         def __call__(self, *args, **kwargs):

@@ -61,6 +61,82 @@ def test_a_hook_that_is_there_before_the_patch_runs(name, path, kind):
     assert torch.equal(output_of(name, patched), base)
 
 
+# What a hook may give once for all samples or for all tokens. SDPA itself does not broadcast keys over tokens.
+FOR_ALL_SAMPLES = (
+    *("norm1", "attn1", "norm2", "attn2", "norm3", "ffn", "attn1.to_v", "attn2.to_q", "attn2.norm_q", "attn2.to_k"),
+    *("attn2.norm_k", "attn2.to_v", "attn2.to_out.0", "ffn.net.0", "ffn.net.0.proj", "ffn.net.2"),
+)
+FOR_ALL_TOKENS = sorted({*FOR_ALL_SAMPLES} - {"norm1", "attn2.to_k", "attn2.norm_k"})
+ONE_FOR_ALL = [*((path, 0) for path in FOR_ALL_SAMPLES), *((path, 1) for path in FOR_ALL_TOKENS)]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@pytest.mark.parametrize(("path", "dim"), ONE_FOR_ALL)
+def test_a_hook_may_give_one_row_for_all(path, dim, implementation):
+    """diffusers broadcasts it."""
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    base = output_of("wan", plain)
+    for model in (patched, plain):
+        hook_mean(model, path, dim)
+    expected = output_of("wan", plain)
+    assert relative_error(expected, base) > 1e-3
+    with trp.patch(patched, trp.Exact(implementation=implementation)):
+        assert relative_error(output_of("wan", patched), expected) <= 1e-5
+
+
+@pytest.mark.parametrize(("path", "dim"), ONE_FOR_ALL)
+def test_in_8_bits_a_hook_may_give_one_row_for_all(path, dim):
+    one, each = tiny_wan_transformer(), tiny_wan_transformer()
+    with trp.patch(one, "quantized"), trp.patch(each, "quantized"):
+        hook_mean(one, path, dim)
+        hook_mean(each, path, dim, in_each_row=True)
+        assert relative_error(output_of("wan", one), output_of("wan", each)) <= 1e-5
+
+
+def hook_mean(model, path, dim, *, in_each_row=False):
+    def mean(module, args, output):
+        mean = output.mean(dim, keepdim=True)
+        return mean.expand_as(output).contiguous() if in_each_row else mean
+
+    model.blocks[0].get_submodule(path).register_forward_hook(mean)
+
+
+@pytest.mark.parametrize("path", ["attn1", "attn2", "ffn"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), "channels"])
+def test_a_module_in_place_of_a_sub_layer_may_give_one_number_for_all(path, shape):
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    size = plain.blocks[0].ffn.net[2].out_features
+    with trp.patch(patched, trp.Exact(implementation="triton")):
+        for model in (patched, plain):
+            setattr(model.blocks[0], path, Constant((size,) if shape == "channels" else shape))
+        assert relative_error(output_of("wan", patched), output_of("wan", plain)) <= 1e-5
+
+
+class Constant(torch.nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.register_buffer("value", torch.linspace(0.5, 1.5, torch.Size(shape).numel()).reshape(shape))
+
+    def forward(self, *args, **kwargs):
+        return self.value
+
+
+def test_a_hook_may_add_tokens_to_keys_and_values():
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    base = output_of("wan", plain)
+    with trp.patch(patched, trp.Exact(implementation="triton")):
+        for model in (patched, plain):
+            for name in ("to_k", "to_v"):
+                model.blocks[0].attn2.get_submodule(name).register_forward_hook(with_two_tokens_more)
+        expected = output_of("wan", plain)
+        assert relative_error(expected, base) > 1e-4
+        assert relative_error(output_of("wan", patched), expected) <= 1e-5
+
+
+def with_two_tokens_more(module, args, output):
+    return torch.cat([output, 2 * output[:, :2]], 1)
+
+
 @families
 def test_a_backward_hook_that_is_there_before_the_patch_runs(name):
     gradients = []

@@ -243,3 +243,21 @@ def test_a_restore_that_fails_at_the_end_of_a_with_raises_but_hides_no_exception
         replace_a_forward(model)
     with pytest.raises(KeyError), trp.patch(other):
         users_code()
+
+
+def set_the_class_forward(block):
+    block.forward = MethodType(type(block).forward, block)
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+@pytest.mark.parametrize("take_off", [lambda block: delattr(block, "forward"), set_the_class_forward])
+def test_a_patched_forward_that_was_taken_off_holds_nothing_up(tier, take_off):
+    """As after a forward of one's own, which was set on the block and taken off again."""
+    model = tiny_family_transformer("wan")
+    expected = output_of("wan", model)
+    patch = trp.patch(model, tier)
+    take_off(model.blocks[0])
+    output_of("wan", model)
+    patch.restore()
+    assert not is_fused(model)
+    assert torch.equal(output_of("wan", model), expected)

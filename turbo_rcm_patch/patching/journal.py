@@ -53,6 +53,15 @@ class _Entry(NamedTuple):
         function = function_bound_to(self.module, found)
         return found is self.value or (function is not None and function is function_bound_to(self.module, self.value))
 
+    @property
+    def is_undone(self) -> bool:
+        """True if the old value is there again, or the class's own forward where there was none."""
+        found = self.holder.get(self.name, _ABSENT)
+        if found is self.before:
+            return True
+        is_new_forward = self.before is _ABSENT and self.name == "forward"
+        return is_new_forward and function_bound_to(self.module, found) is type(self.module).forward
+
     def __reduce__(self) -> tuple:
         """Pickle methods of the module by their functions."""
         values = (_Method.of(self.module, value) for value in (self.value, self.before))
@@ -133,9 +142,10 @@ class Journal:
         self._entries = [entry for entry in self._entries if not getattr(entry, "is_parameter", False)]
 
     def captured(self) -> list[tuple[torch.nn.Module, str]]:
-        """Return the (module, name) pairs that hold neither the value that was set nor a known hook around it."""
+        """Return the (module, name) pairs that hold another value than the one that was set, the old one, or a known
+        hook around it."""
         entries = (entry for entry in self._entries if isinstance(entry, _Entry))
-        lost = (entry for entry in entries if not entry.holds and not _hook_slots(entry))
+        lost = (entry for entry in entries if not (entry.holds or entry.is_undone or _hook_slots(entry)))
         return [(entry.module, entry.name) for entry in lost]
 
     def undo(self) -> None:

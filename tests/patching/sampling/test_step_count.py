@@ -34,6 +34,39 @@ def test_first_and_last_steps(counts, exact):
     assert found == exact
 
 
+@pytest.mark.parametrize("own", [{"num_timesteps": 10}, {"num_timesteps": 3}, {}], ids=["10", "3", "none"])
+def test_the_generation_may_be_of_another_pipeline_with_the_same_scheduler(own):
+    """The patched pipeline knows the steps of its own generations only."""
+    pipe = Pipe(timesteps=range(6), step_index=None)
+    vars(pipe).update(own)
+    steps = Steps(pipe)
+    for _ in range(2):
+        found = []
+        for index in (None, 1, 2, 3, 4, 5):
+            pipe.scheduler.step_index = index
+            found.append(steps.why_exact(2, 1) is not None)
+        assert found == [True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("own", [{"num_timesteps": 4}, {"num_timesteps": 8}, {}], ids=["4", "8", "none"])
+def test_a_generation_may_begin_at_a_later_step(own):
+    pipe = Pipe(timesteps=range(8), step_index=None)
+    vars(pipe).update(own)
+    steps = Steps(pipe)
+    for _ in range(2):
+        found = []
+        for index in (None, 5, 6, 7):
+            pipe.scheduler.step_index = index
+            found.append(steps.why_exact(1, 1) is not None)
+        assert found == [True, False, False, True]
+
+
+def test_the_only_step_of_a_generation_is_its_last():
+    pipe = Pipe(timesteps=range(8), step_index=None)
+    pipe.num_timesteps = 1
+    assert Steps(pipe).why_exact(0, 1) == "exact_steps=(0, 1)"
+
+
 def test_the_pipelines_scheduler_may_be_another_one():
     pipe = Pipe(timesteps=range(4), step_index=2)
     steps = Steps(pipe)

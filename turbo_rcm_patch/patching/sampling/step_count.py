@@ -35,9 +35,10 @@ class Steps:
         if not _counts(scheduler):
             self._warn(first, last)
             return NOT_COUNTED
-        made, count, pipe = self._made(scheduler.step_index), len(scheduler.timesteps), self._pipe()
-        if pipe is not None and pipe.scheduler is scheduler:
-            # A generation may begin at a later step, as from a video: it then has fewer steps than the scheduler.
+        made, pipe = self._made(scheduler.step_index), self._pipe()
+        count = len(scheduler.timesteps) - self._before
+        if made == 0 and pipe is not None and pipe.scheduler is scheduler:
+            # A generation may begin at a later step, as from a video. Before its first step only the pipeline knows it.
             count = getattr(pipe, "num_timesteps", count)
         return f"exact_steps={(first, last)}" if made < first or made >= count - last else None
 
@@ -59,7 +60,7 @@ class Steps:
     def _made(self, counted: int | None) -> int:
         """Return the number of finished steps. counted: the scheduler's step index, or None before the first step."""
         if counted is None:
-            self._begins = True
+            self._begins, self._before = True, 0
             return 0
         if self._begins:
             self._begins, self._before = False, counted - 1

@@ -82,7 +82,15 @@ def why_not_brought_norm(norm: nn.Module, norm_class: type[nn.Module], device: t
 
 
 def _identity(norm, stored, dtype, x, scale=None, shift=None):
-    return norm(stored.as_meant(x, dtype))
+    return _by_row(norm(stored.as_meant(x, dtype)), x)
+
+
+def _by_row(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a module's output with as many rows as x [..., C], for kernels, which do not broadcast.
+
+    A hook may give fewer, such as their mean. diffusers broadcasts them.
+    """
+    return y if y.shape[:-1] == x.shape[:-1] else y.expand(*x.shape[:-1], y.shape[-1]).contiguous()
 
 
 def _layer_norm(launch, norm, eps, result, centred, x, scale=None, shift=None):
@@ -98,7 +106,7 @@ def _as_quantized(run, *inputs):
 
 
 def _layer_norm_by_module(norm, stored, dtype, x, scale=None, shift=None):
-    y = norm(stored.as_meant(x, torch.float32))
+    y = _by_row(norm(stored.as_meant(x, torch.float32)), x)
     if scale is not None:
         y = y * (1 + _by_token(scale, x)) + _by_token(shift, x)
     return y.to(dtype)
@@ -152,7 +160,7 @@ def _qkv_of_one_module(attn, x):
 
 
 def _qkv_of_modules(attn, x):
-    return attn.to_q(x), attn.to_k(x), attn.to_v(x)
+    return [_by_row(module(x), x) for module in (attn.to_q, attn.to_k, attn.to_v)]
 
 
 def _qkv(launch, read, x):
@@ -187,7 +195,9 @@ def _kv_of_one_module(module, context):
 
 
 def _of_each_module(modules, context):
-    return [module(context) for module in modules]
+    k, v = (module(context) for module in modules)
+    # A hook may add tokens to both, or give one row for all of them, which diffusers broadcasts.
+    return (k, v) if k.shape == v.shape else [each.contiguous() for each in torch.broadcast_tensors(k, v)]
 
 
 def head_norm(norm: nn.Module, norm_class: type[nn.Module], heads: int, call: Call, *, halves: bool = False) -> Step:
@@ -219,7 +229,7 @@ def _head_norm(launch, norm, heads, eps, halves, x, tables: Tables | None = None
 
 
 def _head_norm_by_module(norm, heads, halves, x, tables: Tables | None = None):
-    y = norm(x).type_as(x).unflatten(-1, (heads, -1))  # diffusers' norm gives its weight's dtype
+    y = _by_row(norm(x), x).type_as(x).unflatten(-1, (heads, -1))  # diffusers' norm gives its weight's dtype
     return y if tables is None else reference.rotate(y, *tables, halves)
 
 
@@ -230,12 +240,12 @@ def _head_norm_by_module(norm, heads, halves, x, tables: Tables | None = None):
 
 def projection(linear: nn.Module, tokens: int, call: Call) -> Step:
     """Return a lone linear: x [B, S, K] -> [B, S, C]. tokens: B·S."""
-    read = call.read(linear)
+    read, by_module = call.read(linear), partial(_of_layers, (linear,))
     if read.are_quantized:
-        return in_8_bits.projection(read, linear, tokens, call)
+        return in_8_bits.projection(read, by_module, tokens, call)
     if read.has_lora and _why_not_read(read, call) is None:
         return _projection_with_lora(read, tokens, call)
-    return _by_modules(linear, read)
+    return _by_modules(by_module, read)
 
 
 def _projection_with_lora(read: Linears, tokens: int, call: Call) -> Step:
@@ -303,6 +313,8 @@ def skip_after(stored: Storage, result: Storage, call: Call) -> Step:
 
 
 def _why_not_left_out(dropout: nn.Module) -> str | None:
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return why_not_plain(dropout, nn.Dropout)
     drops = dropout.training and getattr(dropout, "p", 0) > 0
     return hook_on(dropout) or ("dropout" if drops else None)
 
@@ -322,6 +334,8 @@ def _layers_then_skip(layers, skip, a, residual, gate=None):
 def _skip(launch, launch_with_runs, stored, result, residual, output, gate=None):
     gate, starts = values_and_starts(gate)
     launch = launch if starts is None else launch_with_runs
+    if output.shape != residual.shape:  # of a replaced module or a hook; diffusers broadcasts it
+        output = output.expand_as(residual).contiguous()
     return launch(residual, output, None, gate, result.dtype, stored.scale, result.scale, starts)
 
 
@@ -362,9 +376,10 @@ def projection_with_gelu(
 
 
 def _of_layers(layers, x):
+    y = x
     for layer in layers:
-        x = layer(x)
-    return x
+        y = layer(y)
+    return _by_row(y, x)
 
 
 def _linear_gelu(launch, read, dropout, x):

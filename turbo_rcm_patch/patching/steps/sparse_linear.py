@@ -135,7 +135,7 @@ class SparseAttnProcessor:
         if getattr(attn, "to_gate_logits", None) is not None:  # LTX-2.3's factors of heads
             attended = attended * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states)))[..., None]
         attended = attended.flatten(2, 3).type_as(q)
-        for layer in attn.to_out:
+        for layer in list(attn.to_out)[:2]:  # diffusers' processors call no more
             attended = layer(attended)
         return attended
 

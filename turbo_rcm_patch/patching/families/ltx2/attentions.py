@@ -71,7 +71,7 @@ def self_attention(attn: nn.Module, norm: nn.Module, ltx2_call: LTX2Call, place:
         return _whole(attn, norm, Source("", None, 0), place, call, reason, SELF_STEPS)
     qkv, gates = qkv_projection(attn, stream.tokens, call), _head_gates(attn)
     normed = norm(qkv.takes if gates is None else None)
-    out = projection_with_skip(list(attn.to_out), place.stored, place.result, stream, call, gated=True)
+    out = projection_with_skip(list(attn.to_out)[:2], place.stored, place.result, stream, call, gated=True)
     quantize, attended = _attention_within(attn, ltx2_call, place, out.takes if gates is None else None)
     return SelfAttention(
         attn.heads,
@@ -184,7 +184,7 @@ def _cross_attention(
     q, kv = projection(attn.to_q, stream.tokens, call), kv_projection(attn, source.tokens, call)
     gates, made = _head_gates(attn), source.step(kv.takes)
     normed = norm(q.takes if gates is None else None)
-    out = projection_with_skip(list(attn.to_out), place.stored, place.result, stream, call, gated=gated)
+    out = projection_with_skip(list(attn.to_out)[:2], place.stored, place.result, stream, call, gated=gated)
     if place.name in ltx2_call.masked:
         attended = _masked_attention(attn)
     else:  # under context parallelism diffusers exchanges the tokens of these attentions too

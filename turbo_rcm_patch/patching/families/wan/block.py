@@ -125,6 +125,8 @@ class WanBlock:
         """Return why a self-attention with these inputs is called as a whole, or None."""
         if beside is not None:
             return "attention mask"
+        if rotary is None:
+            return "no RoPE"
         return None if self.is_shared(rotary) else "RoPE tables by sample or head"
 
     def takes_image(self, attn: nn.Module) -> bool:
@@ -186,7 +188,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
         return _whole(block.norm1, "norm + modulation", run, stored, result, call, reason, names, asked)
     qkv = qkv_projection(attn, stream.tokens, call)
     norm = layer_norm(block.norm1, stored, call, qkv.takes)
-    out = projection_with_skip(list(attn.to_out), stored, result, stream, call, gated=True)
+    out = projection_with_skip(list(attn.to_out)[:2], stored, result, stream, call, gated=True)
     reason = "sparse" if is_sparse(attn) else kind.why_dense
     reason = reason or why_not_quantized_attention(attn, kind.norm_class, call)
     if reason is None and attn.processor._parallel_config is None:
@@ -277,7 +279,7 @@ def _cross_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage):
         image["image_attention"] = attention(attn, call, crossing=True, added=True)
     q = projection(attn.to_q, stream.tokens, call)
     norm = layer_norm(block.norm2, stored, call, q.takes)
-    out = projection_with_skip(list(attn.to_out), stored, stored, stream, call, gated=False)
+    out = projection_with_skip(list(attn.to_out)[:2], stored, stored, stream, call, gated=False)
     attended = attention(attn, call, crossing=True, result=None if image else out.takes)
     return CrossAttention(
         attn.heads,
