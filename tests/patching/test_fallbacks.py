@@ -10,8 +10,6 @@ from torch import nn
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.bench.oracle import first_call
 from turbo_rcm_patch.patching.steps.plan import state_of
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
@@ -114,14 +112,3 @@ def test_a_block_without_some_of_its_kernels_computes_the_same(case):
     for parts in SUBSETS:
         with case.patched(fuse=parts):
             assert relative_error(case.output_of(case.models[0]), case.base) <= case.limit
-
-
-def test_a_block_may_be_called_without_rope():
-    model = tiny_wan_transformer()
-    inputs = tiny_transformer_inputs(model)
-    (x, context, modulation, _), _ = first_call(model.blocks[0], lambda: model(**inputs))
-    with torch.no_grad():
-        expected = model.blocks[0](x, context, modulation, None)
-        with trp.patch(model) as patch:
-            assert relative_error(model.blocks[0](x, context, modulation, None), expected) <= 1e-5
-            assert "no RoPE" in patch.summary()

@@ -125,8 +125,6 @@ class WanBlock:
         """Return why a self-attention with these inputs is called as a whole, or None."""
         if beside is not None:
             return "attention mask"
-        if rotary is None:
-            return "no RoPE"
         return None if self.is_shared(rotary) else "RoPE tables by sample or head"
 
     def takes_image(self, attn: nn.Module) -> bool:
