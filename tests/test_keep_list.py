@@ -102,7 +102,7 @@ def test_a_file_is_the_list_of_its_names(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "No such file"),
+        (None, "no such file"),
         ("{", "cannot read it as JSON"),
         ("[]", "it holds other data"),
         (json.dumps({"version": 1}), "it holds other data"),

@@ -33,6 +33,8 @@ class KeepList(tuple[str, ...]):
         """Return the names in a file. Raises ValueError if `verify --keep-out` of this version did not write it."""
         try:
             content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"keep={str(path)!r}: no such file; {REMEDY}") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"keep={str(path)!r}: cannot read it as JSON ({error}); {REMEDY}") from None
         version = content.get("version") if isinstance(content, dict) else None

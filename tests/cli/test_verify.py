@@ -146,7 +146,7 @@ def test_no_list_is_written_if_an_expert_did_not_run(tmp_path, capsys):
     ("options", "message"),
     [
         (["--keep", "keep.json", "--preset", "exact"], "--keep is an option of --preset quantized and sparse"),
-        (["--keep", "none.json"], "--keep: keep='none.json': cannot read it as JSON"),
+        (["--keep", "none.json"], "--keep: keep='none.json': no such file"),
         (["--keep", "none.json", "--keep", "blocks.0"], "--keep takes one file alone, or names; given are none.json"),
         (["--keep", "blocks.99"], "keep='blocks.99' fits no module of the WanTransformer3DModel"),
         (["--keep-out", "keep.json", "--preset", "block_sparse"], "--keep-out looks for what must leave 8 bits in"),

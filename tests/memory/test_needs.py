@@ -35,6 +35,15 @@ def test_weights_are_those_of_the_model(tmp_path):
     assert weights["sparse"] == held(model)
 
 
+def test_a_folder_with_the_name_of_a_size_is_the_folder(tmp_path, monkeypatch):
+    model = tiny_wan_transformer(dtype=torch.bfloat16)
+    model.save_config(tmp_path / "wan2.1-14b")
+    weights = lambda: needs(models_by_preset("wan2.1-14b"), VIDEOS[:1])[0].components  # noqa: E731
+    assert sum(component.weights for component in weights()) > 2e10
+    monkeypatch.chdir(tmp_path)
+    assert sum(component.weights for component in weights()) == held(model)
+
+
 def test_a_model_with_another_attention_has_no_sparse_tier(tmp_path):
     tiny_family_transformer("animate").save_config(tmp_path)
     assert [name for name, _ in models_by_preset(tmp_path)] == ["exact", "quantized", "block_sparse"]

@@ -93,6 +93,25 @@ def test_in_8_bits_a_hook_may_give_one_row_for_all(path, dim):
         assert relative_error(output_of("wan", one), output_of("wan", each)) <= 1e-5
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_hook_in_place_of_a_norm_may_give_one_row_for_all(dim):
+    """Without cross_attn_norm norm2 is an Identity."""
+    patched, plain = (tiny_wan_transformer(cross_attn_norm=False) for _ in range(2))
+    for model in (patched, plain):
+        hook_mean(model, "norm2", dim)
+    with trp.patch(patched, trp.Exact(implementation="triton")):
+        assert relative_error(output_of("wan", patched), output_of("wan", plain)) <= 1e-5
+
+
+def test_an_attention_of_ltx_2_calls_two_layers_of_its_output():
+    patched, plain = (tiny_family_transformer("ltx2") for _ in range(2))
+    with trp.patch(patched):
+        for model in (patched, plain):
+            for name in ("attn1", "audio_attn2", "audio_to_video_attn"):
+                model.transformer_blocks[0].get_submodule(name).to_out.append(torch.nn.Tanh())
+        assert relative_error(output_of("ltx2", patched), output_of("ltx2", plain)) <= 1e-5
+
+
 def hook_mean(model, path, dim, *, in_each_row=False):
     def mean(module, args, output):
         mean = output.mean(dim, keepdim=True)

@@ -26,11 +26,12 @@ from ..wording import with_article
 def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, nn.Module]:
     """Return the models of a pipeline's or a transformer's folder, or of one of CASES by name.
 
-    They have their names in the pipeline. A transformer's folder comes with the VAE beside it, if there is one.
+    A folder of such a name comes first. They have their names in the pipeline. A transformer's folder comes with the
+    VAE beside it, if there is one.
 
     Raises ValueError for a folder that is missing or holds no supported transformer.
     """
-    case, folder = CASES.get(str(source)), Path(source)
+    case, folder = _case_of(source), Path(source)
     if case is not None:
         models = _of_case(case)
     elif folder.is_dir():
@@ -44,10 +45,15 @@ def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dic
 
 def facts_of_source(source: str | Path) -> dict[str, bool]:
     """Return `facts_of_class` for the pipeline that `empty_models` takes the models of."""
-    if (case := CASES.get(str(source))) is not None:
+    if (case := _case_of(source)) is not None:
         return {"own_timesteps": case.expand_timesteps}
     index = _index(Path(source))
     return facts_of_class(str(index.get("_class_name")), index)
+
+
+def _case_of(source: str | Path) -> Case | None:
+    """Return the size of this name, or None if there is none, or a folder of this name."""
+    return None if Path(source).is_dir() else CASES.get(str(source))
 
 
 def facts_of_class(class_names: str, config: Mapping[str, object]) -> dict[str, bool]:

@@ -61,6 +61,17 @@ def test_a_generation_may_begin_at_a_later_step(own):
         assert found == [True, False, False, True]
 
 
+def test_a_later_generation_from_the_first_step_on():
+    """Before its first step nothing of the last generation counts."""
+    pipe = Pipe(timesteps=range(8), step_index=None)
+    steps = Steps(pipe)
+    for index in (None, 6, 7):
+        pipe.scheduler.step_index = index
+        steps.why_exact(0, 1)
+    pipe.scheduler = SimpleNamespace(timesteps=range(6), step_index=None)
+    assert steps.why_exact(0, 1) is None
+
+
 def test_the_only_step_of_a_generation_is_its_last():
     pipe = Pipe(timesteps=range(8), step_index=None)
     pipe.num_timesteps = 1

@@ -2,7 +2,9 @@
 
 import copy
 import importlib.util
+import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from turbo_rcm_patch.patching.sampling.handle import HANDLE
 from turbo_rcm_patch.recipes import SOUND_RECIPES
 from turbo_rcm_patch.scheduler import FewStepScheduler, RCMScheduler
 
+CHECKPOINTS = Path(__file__).resolve().parents[3] / "docs/checkpoints.md"
 WAN_RECIPES = [name for name in trp.RECIPES if name not in SOUND_RECIPES]
 LIGHTX2V = "wan2.1_t2v_lora_rank64_lightx2v_4step.safetensors"
 
@@ -376,6 +379,9 @@ def test_a_saved_pipeline_keeps_its_sampler(recipe, tmp_path):
         steps = len(pipe.scheduler.timesteps)
         expected = frames_of(pipe, num_inference_steps=steps, seed=1)
         pipe.save_pretrained(tmp_path)
+    library, _ = json.loads((tmp_path / "model_index.json").read_text())["scheduler"]
+    # diffusers loads only from a module that is imported already.
+    assert f"`import {library}`" in CHECKPOINTS.read_text()
     models = {name: pipe.components[name] for name in ("transformer", "transformer_2", "vae", "text_encoder")}
     loaded = WanPipeline.from_pretrained(tmp_path, **models)
     loaded.set_progress_bar_config(disable=True)

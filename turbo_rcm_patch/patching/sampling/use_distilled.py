@@ -141,8 +141,8 @@ def _scales(scale: object, experts: int) -> list[float]:
 def _read(pipe: DiffusionPipeline, source: Source | Sequence[Source | None], models: Models) -> Files:
     files = {}
     accepted = (
-        f"Accepted are LoRA files ({', '.join(SUFFIXES)}), folders and hub ids. Give how a LoRA was distilled as "
-        f"recipe=, one of {recipe_names(sound=pipeline_of(pipe).has_sound)}."
+        f"Accepted are LoRA files ({', '.join(SUFFIXES)}), folders and hub ids. recipe= says how one was distilled: "
+        f"{recipe_names(sound=pipeline_of(pipe).has_sound)}."
     )
     try:
         paths = find_files(source, len(models))
