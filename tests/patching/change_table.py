@@ -242,6 +242,7 @@ CHANGES = {
     "a layer that an attention does not call": Change(
         a_layer_more("blocks.0.attn1.to_out", None), TIERS, silent=True, before=True
     ),
+    "a layer that a cross-attention does not call": Change(a_layer_more("blocks.0.attn2.to_out", None), silent=True),
     "a backend of an attention": Change(
         within(lambda model: attribute(model.blocks[0].attn1.processor, "_attention_backend", "_native_math"), BACKEND),
         ALL,
