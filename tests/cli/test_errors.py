@@ -50,6 +50,12 @@ def test_wrong_options_fail_before_anything_is_loaded(tmp_path, capsys, nothing_
     assert not list(tmp_path.iterdir())
 
 
+def test_a_prompt_without_quotes(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "a", "red", "fox", "-o", "out.mp4"])
+    assert "unrecognized arguments: red fox; put a prompt of several words in quotes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

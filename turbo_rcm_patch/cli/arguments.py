@@ -45,6 +45,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage in front of it."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += "; put a prompt of several words in quotes"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

@@ -211,6 +211,7 @@ def test_a_loaded_model_whose_name_and_files_contradict_is_an_error(tmp_path):
         ("number", {}, TypeError, r"source=5; give a path, .* or a pair \(high, low\)"),
         ("pipeline", {}, ValueError, "is a whole diffusers pipeline, not a LoRA; .* call use_distilled without source"),
         ("missing", {}, ValueError, "no such file or folder"),
+        ("lightx2v", {}, ValueError, "For the recipe of this name give recipe='lightx2v' in place of it"),
         ("model", {}, ValueError, "is not a LoRA: it holds tensors such as .*. If it is a whole model, load it"),
         ("misfit", {}, ValueError, r"lightx2v\.safetensors: it does not fit the WanTransformer3DModel"),
         ("pair", {}, ValueError, "source has 2 entries, but the pipeline has one transformer; give one file"),
@@ -225,7 +226,8 @@ def test_errors_change_nothing(make, options, error, message, tmp_path):
         lora_files.lightx2v(tiny_wan_pipeline(heads=1).transformer).save(path)
     if make == "pipeline":
         (tmp_path / "model_index.json").touch()
-    source = {"none": None, "number": 5, "pair": (path, path), "pipeline": tmp_path}.get(make, path)
+    sources = {"none": None, "number": 5, "pair": (path, path), "pipeline": tmp_path, "lightx2v": "lightx2v"}
+    source = sources.get(make, path)
     before = state(pipe)
     with pytest.raises(error, match=message) as raised:
         trp.use_distilled(pipe, source, **options)

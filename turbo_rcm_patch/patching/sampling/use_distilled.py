@@ -148,6 +148,8 @@ def _read(pipe: DiffusionPipeline, source: Source | Sequence[Source | None], mod
         paths = find_files(source, len(models))
         contents = [None if path is None else read_tensors(path) for path in paths]
     except ValueError as error:
+        if isinstance(source, str) and source in RECIPES:
+            accepted = f"For the recipe of this name give recipe={source!r} in place of it. {accepted}"
         raise ValueError(f"{str(error).rstrip('.')}. {accepted}") from None
     for path, content, (name, model) in zip(paths, contents, models.items(), strict=True):
         if content is None:
