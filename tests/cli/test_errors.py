@@ -54,6 +54,9 @@ def test_a_prompt_without_quotes(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "a", "red", "fox", "-o", "out.mp4"])
     assert "unrecognized arguments: red fox; put a prompt of several words in quotes" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "--colour"])
+    assert "unrecognized arguments: --colour (see" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_hook_that_is_there_before_the_patch_runs(name, path, kind):
 # What a hook may give once for all samples or for all tokens. SDPA itself does not broadcast keys over tokens.
 FOR_ALL_SAMPLES = (
     *("norm1", "attn1", "norm2", "attn2", "norm3", "ffn", "attn1.to_v", "attn2.to_q", "attn2.norm_q", "attn2.to_k"),
-    *("attn2.norm_k", "attn2.to_v", "attn2.to_out.0", "ffn.net.0", "ffn.net.0.proj", "ffn.net.2"),
+    *("attn2.norm_k", "attn2.to_v", "attn2.to_out.0", "ffn.net.0", "ffn.net.0.proj", "ffn.net.1", "ffn.net.2"),
 )
 FOR_ALL_TOKENS = sorted({*FOR_ALL_SAMPLES} - {"norm1", "attn2.to_k", "attn2.norm_k"})
 ONE_FOR_ALL = [*((path, 0) for path in FOR_ALL_SAMPLES), *((path, 1) for path in FOR_ALL_TOKENS)]
@@ -91,6 +91,17 @@ def test_in_8_bits_a_hook_may_give_one_row_for_all(path, dim):
         hook_mean(one, path, dim)
         hook_mean(each, path, dim, in_each_row=True)
         assert relative_error(output_of("wan", one), output_of("wan", each)) <= 1e-5
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_hook_on_fused_projections_may_give_one_row_for_all(dim):
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    for model in (patched, plain):
+        model.fuse_qkv_projections()
+    with trp.patch(patched, trp.Exact(implementation="triton")):
+        for model, in_each_row in ((patched, False), (plain, True)):  # diffusers' own RoPE does not broadcast
+            hook_mean(model, "attn1.to_qkv", dim, in_each_row=in_each_row)
+        assert relative_error(output_of("wan", patched), output_of("wan", plain)) <= 1e-5
 
 
 @pytest.mark.parametrize("dim", [0, 1])

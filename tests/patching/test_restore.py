@@ -252,7 +252,7 @@ def set_the_class_forward(block):
 @pytest.mark.parametrize("tier", ["exact", "quantized"])
 @pytest.mark.parametrize("take_off", [lambda block: delattr(block, "forward"), set_the_class_forward])
 def test_a_patched_forward_that_was_taken_off_holds_nothing_up(tier, take_off):
-    """As after a forward of one's own, which was set on the block and taken off again."""
+    """A program may set a forward of its own on a block, and take it off again."""
     model = tiny_family_transformer("wan")
     expected = output_of("wan", model)
     patch = trp.patch(model, tier)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -45,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage in front of it."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
+        if re.match("unrecognized arguments: [^-]", message):
             message += "; put a prompt of several words in quotes"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 

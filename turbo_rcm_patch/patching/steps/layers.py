@@ -156,7 +156,7 @@ def _why_not_read(read: Linears, call: Call) -> str | None:
 
 
 def _qkv_of_one_module(attn, x):
-    return attn.to_qkv(x).chunk(3, dim=-1)
+    return _by_row(attn.to_qkv(x), x).chunk(3, dim=-1)
 
 
 def _qkv_of_modules(attn, x):
@@ -312,11 +312,10 @@ def skip_after(stored: Storage, result: Storage, call: Call) -> Step:
     return Step(run, pick.label, pick.reason, pick=pick)
 
 
-def _why_not_left_out(dropout: nn.Module) -> str | None:
-    if type(dropout) not in (nn.Dropout, nn.Identity):
-        return why_not_plain(dropout, nn.Dropout)
-    drops = dropout.training and getattr(dropout, "p", 0) > 0
-    return hook_on(dropout) or ("dropout" if drops else None)
+def _why_not_left_out(layer: nn.Module) -> str | None:
+    if type(layer) is nn.Identity:
+        return hook_on(layer)
+    return why_not_plain(layer, nn.Dropout) or ("dropout" if layer.training and layer.p > 0 else None)
 
 
 def _linear_skip(launch, read, stored, result, a, residual, gate=None):
@@ -385,8 +384,8 @@ def _of_layers(layers, x):
 def _linear_gelu(launch, read, dropout, x):
     (bias,) = read.biases()
     second = read.second_pair(x)
-    return dropout(launch(x, read.first.weight, bias, x.dtype, None, None, *second))
+    return _by_row(dropout(launch(x, read.first.weight, bias, x.dtype, None, None, *second)), x)
 
 
 def _linear_then_gelu(project, dropout, gelu, x):
-    return dropout(gelu(project(x)))
+    return _by_row(dropout(gelu(project(x))), x)
