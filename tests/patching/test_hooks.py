@@ -12,6 +12,7 @@ from tests.oracle import relative_error
 from tests.patching.pairs import NAMES, blocks_of, families, output_of
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch.patching.steps import layers
 
 CPU = torch.device("cpu")
 
@@ -102,6 +103,14 @@ def test_a_hook_on_fused_projections_may_give_one_row_for_all(dim):
         for model, in_each_row in ((patched, False), (plain, True)):  # diffusers' own RoPE does not broadcast
             hook_mean(model, "attn1.to_qkv", dim, in_each_row=in_each_row)
         assert relative_error(output_of("wan", patched), output_of("wan", plain)) <= 1e-5
+
+
+def test_the_dropout_after_a_gelu_kernel_may_give_one_row_for_all():
+    """The linear after it may be fused, where the one before is PyTorch's."""
+    x = torch.randn(2, 3, 4)
+    mean = lambda y: y.mean((0, 1), keepdim=True)  # noqa: E731
+    found = layers._linear_then_gelu(torch.nn.Identity(), mean, torch.nn.functional.gelu, x)
+    assert torch.equal(found, mean(torch.nn.functional.gelu(x)).expand_as(x))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
