@@ -78,7 +78,7 @@ def _seconds(runs: dict, model: str) -> str:
     compiled, unpatched = (_range([_total(run, name) for run in videos], _tenths) for name in (COMPILED, UNPATCHED))
     count = videos[0]["settings"]["num_inference_steps"]
     return (
-        f" A video in {count} steps, from prompt embeddings to frames, takes {ours}; with "
+        f" A {count}-step video, embeddings to frames, takes {ours}; with "
         f"`torch.compile` {compiled} s, in diffusers {unpatched} s."
     )
 
