@@ -60,8 +60,7 @@ def _add_generate(commands) -> None:
     parser = _add_command(commands, "generate", "generate a video")
     parser.add_argument("prompt", help=_PROMPT)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.mp4", help="the video to write")
-    rate = "frames per second of the video (default 16; LTX-2, whose sound depends on it: 24)"
-    parser.add_argument("--fps", type=int, help=rate)
+    add_frame_rate(parser)
     parser.add_argument("--no-patch", action="store_true", help="run diffusers' own blocks")
     gpus = "make the video on this many GPUs at a time, with a process and the whole model on each (default 1)"
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help=gpus)
@@ -75,6 +74,12 @@ def _add_generate(commands) -> None:
     tiny = "decode with a tiny VAE of TAEHV, such as taew2_1.safetensors: faster, with less memory, of lower quality"
     parser.add_argument("--tiny-vae", type=Path, metavar="FILE", help=tiny)
     _add_vae(parser)
+
+
+def add_frame_rate(parser: argparse.ArgumentParser) -> None:
+    """Add --fps."""
+    rate = "frames per second (default: the model's: 16, TI2V-5B and LTX-2 24; LTX-2's sound depends on it)"
+    parser.add_argument("--fps", type=int, help=rate)
 
 
 def _add_vram(parser: argparse.ArgumentParser, what: str) -> None:
