@@ -43,6 +43,26 @@ def test_generate(run_example, tmp_path, capsys):
     assert "6 blocks" in capsys.readouterr().out
 
 
+def test_generate_runs_a_model_on_the_cpu_if_there_is_no_gpu(run_example, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tiny_wan_pipeline().save_pretrained(tmp_path / "model")
+    size = ["--size", "32", "48", "5"]
+    run_example("examples/generate.py", "--model", str(tmp_path / "model"), "--output", "out.mp4", *size)
+    assert iio.imread(tmp_path / "out.mp4").shape == (5, 32, 48, 3)
+
+
+@pytest.mark.parametrize("example", ["generate", "patch_pipeline"])
+def test_the_tiny_model_is_loaded_on_the_gpu_if_there_is_one(run_example, monkeypatch, example):
+    devices = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        turbo_rcm_patch, "load_embedded_pipeline", lambda device: devices.append(device) or sys.exit("loaded")
+    )
+    with pytest.raises(SystemExit, match="loaded"):
+        run_example(f"examples/{example}.py")
+    assert devices == ["cuda"]
+
+
 def test_patch_pipeline(run_example, capsys):
     run_example("examples/patch_pipeline.py")
     *_, patched, partly, restored = capsys.readouterr().out.splitlines()
