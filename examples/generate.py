@@ -7,6 +7,7 @@ python examples/generate.py --model PATH_OR_ID    # Wan weights distilled for fe
 import argparse
 import sys
 
+from turbo_rcm_patch.cli.arguments import check_video
 from turbo_rcm_patch.cli.errors import why_not_loaded
 from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
@@ -22,6 +23,7 @@ parser.add_argument("--model", help="a Wan text-to-video pipeline in diffusers f
 parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FRAMES"))
 parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
+check_video(parser, options)
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if options.model:

@@ -12,6 +12,9 @@ from .. import __version__
 from ..config import PRESETS, VAE_8BIT
 from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
+from .errors import CommandError
+from .files import check_output
+from .sizes import SizeRules
 
 VERBOSE = (
     "show other packages' warnings too; with generate also the kernel of every step, with info --model also those of "
@@ -49,6 +52,15 @@ class _Parser(argparse.ArgumentParser):
         if re.match("unrecognized arguments: [^-]", message):
             message += "; put a prompt of several words in quotes"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def check_video(parser: argparse.ArgumentParser, options: argparse.Namespace, rules: SizeRules | None = None) -> None:
+    """Let an example end with a usage error if its --size and --output give no video. rules: Wan's by default."""
+    try:
+        check_output("--output", Path(options.output), (".mp4",))
+        (rules or SizeRules()).check(*options.size or (None, None, None))
+    except CommandError as error:
+        parser.error(re.sub("--(height|width|frames)", r"--size: \1", str(error)))
 
 
 def _add_command(commands, name: str, summary: str) -> argparse.ArgumentParser:
