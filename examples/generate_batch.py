@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from turbo_rcm_patch.cli.arguments import add_distilled_options, add_frame_rate, add_generation_options
+from turbo_rcm_patch.cli.arguments import add_distilled_options, add_frame_rate, add_generation_options, as_path
 from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.errors import CommandError, exit_code, user_errors
 from turbo_rcm_patch.cli.files import Sound, check_ffmpeg, write_video
@@ -217,8 +217,8 @@ def append_line(path: Path, content: dict[str, object]) -> None:
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", type=Path, help="a text file with a prompt a line")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write the videos in")
+    parser.add_argument("prompts", type=as_path, help="a text file with a prompt a line")
+    parser.add_argument("--out", type=as_path, required=True, help="the folder to write the videos in")
     parser.add_argument("--seeds", type=int, default=1, help="videos of each prompt: --seed, and those after it")
     add_frame_rate(parser)
     add_distilled_options(parser)

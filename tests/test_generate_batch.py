@@ -191,6 +191,12 @@ def test_the_sound_and_the_rate_are_the_models(tmp_path, arguments):
     assert sound_in(video, tmp_path)[0].any()
 
 
+def test_the_home_folder_is_found_where_the_shell_left_its_sign(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/fox")
+    options = batch.parse_options(["~/prompts.txt", "--out=~/videos"])
+    assert (options.prompts, options.out) == (Path("/home/fox/prompts.txt"), Path("/home/fox/videos"))
+
+
 def test_videos_of_another_transformer_are_refused_in_a_folder(tmp_path, arguments, capsys):
     model = tmp_path / "model"
     tiny_wan_pipeline().save_pretrained(model)

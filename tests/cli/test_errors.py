@@ -13,6 +13,7 @@ from tests.cli.running import CAPTION, TINY, error_of
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import commands, files, main, pipelines
+from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.errors import CommandError, why_not_loaded
 from turbo_rcm_patch.cli.sizes import size_rules
 
@@ -48,6 +49,28 @@ def test_wrong_options_fail_before_anything_is_loaded(tmp_path, capsys, nothing_
     monkeypatch.chdir(tmp_path)
     assert message in error_of(capsys, "generate", CAPTION, "-o", "out.mp4", *options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("generate x --model=~/m --transformer=~/m --transformer-2=~/m --image=~/m --tiny-vae=~/m --output=~/m", 6),
+        ("generate x -o ~/m --lora=~/m --lora-2=~/m:0.5 --keep=~/m", 4),
+        ("compare --model=~/m --json=~/m --plot=~/m --video=~/m", 4),
+        ("verify --json=~/m --keep-out=~/m", 2),
+        ("evaluate --model=~/m --json=~/m", 2),
+        ("info --model=~/m --json=~/m", 2),
+        ("convert ~/m ~/m", 2),
+        ("demo --model=~/m --lora=~/m", 2),
+        ("tune --model=~/m", 1),
+    ],
+)
+def test_the_home_folder_is_found_where_the_shell_left_its_sign(monkeypatch, command, names):
+    """The shell expands ~ neither in quotes nor after "="."""
+    monkeypatch.setenv("HOME", "/home/fox")
+    given = str(vars(parse_arguments(command.split())))
+    assert given.count("/home/fox/m'") == names
+    assert "~" not in given
 
 
 def test_a_prompt_without_quotes(capsys):

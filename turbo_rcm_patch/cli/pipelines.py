@@ -243,7 +243,7 @@ def _shortened(prompt: str) -> str:
 
 
 def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionPipeline:
-    folder = Path(arguments.model).expanduser()
+    folder = Path(arguments.model)
     source = folder if folder.exists() else arguments.model
     try:
         components = DiffusionPipeline.load_config(source)  # before any weights
