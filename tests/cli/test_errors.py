@@ -1,6 +1,7 @@
 """Every command refuses wrong options, models and outputs in one line, before it loads or writes anything."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -80,6 +81,29 @@ def test_a_prompt_without_quotes(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["info", "--colour"])
     assert "unrecognized arguments: --colour (see" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "unknown"),
+    [
+        ("compare x --no-patch", "--no-patch"),
+        ("compare x --fps 8 y", "--fps 8 y"),
+        ("info foo", "foo"),
+        ("convert a b c", "c"),
+    ],
+)
+def test_an_unknown_option_names_the_commands_help(capsys, given, unknown):
+    with pytest.raises(SystemExit, match="2"):
+        main(given.split())
+    command = f"turbo-rcm {given.split()[0]}"
+    assert capsys.readouterr().err == f"{command}: unrecognized arguments: {unknown} (see {command} --help)\n"
+
+
+def test_the_help_of_convert_names_every_preset_that_it_takes(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["convert", "--help"])
+    of_preset = capsys.readouterr().out.rpartition("--preset PRESET")[2].partition("--format")[0]
+    assert set(trp.PRESETS) <= set(re.findall(r"\w+", of_preset))
 
 
 @pytest.mark.parametrize(

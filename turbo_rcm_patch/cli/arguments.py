@@ -38,7 +38,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_convert(commands)
     _add_demo(commands)
     _add_tune(commands)
-    return parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        of_prompt = not unknown[0].startswith("-") and "prompt" in arguments
+        hint = "; put a prompt of several words in quotes" if of_prompt else ""
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return arguments
 
 
 def spelled(name: str) -> str:
@@ -55,8 +60,6 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage in front of it."""
 
     def error(self, message: str) -> NoReturn:
-        if re.match("unrecognized arguments: [^-]", message):
-            message += "; put a prompt of several words in quotes"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -211,7 +214,10 @@ def _add_convert(commands) -> None:
     )
     parser.add_argument("source", type=as_path, metavar="IN", help=source)
     parser.add_argument("target", type=as_path, metavar="OUT", help="the folder to write; it must not exist yet")
-    preset = "quantized (the default) or sparse, for turbo_rcm_patch.load_converted, or exact, for from_pretrained"
+    preset = (
+        "quantized (the default), block_sparse or sparse, for turbo_rcm_patch.load_converted, or exact, for "
+        "from_pretrained"
+    )
     parser.add_argument("--preset", default="quantized", help=preset)
     parser.add_argument(
         "--format",
