@@ -158,10 +158,11 @@ def test_what_cannot_be_made_is_a_sentence_before_anything_is_loaded(maker, chan
 def test_it_offers_what_it_was_started_with(tmp_path, saved_models):
     (tmp_path / "x.safetensors").touch()
     lora, model = f"{tmp_path}/x.safetensors", str(saved_models / "t2v")
-    given = ["demo", "--device", "cpu", "--model", model, "--lora", f"{lora}:0.5", "--max-pixels", "9"]
+    loras = ["--lora", f"{lora}:0.5", "--lora", lora]
+    given = ["demo", "--device", "cpu", "--model", model, *loras, "--max-pixels", "9"]
     maker = DemoVideos(parse_arguments(given), tmp_path)
     assert maker.models == [model, EMBEDDED_MODEL]
-    assert maker.loras == {lora: (lora, 0.5)}
+    assert maker.loras == {f"{lora}:0.5": (lora, 0.5), f"{lora}:1": (lora, 1.0)}
     with pytest.raises(CommandError, match="at most 9;"):
         maker.answer(SMALL)
 

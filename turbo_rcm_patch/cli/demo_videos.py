@@ -95,7 +95,7 @@ class DemoVideos:
         # On a GPU the first video waits for kernels to be compiled. In two measured runs each variant is first once.
         self._runs = {"warmups": 1, "repeats": 2} if device.type == "cuda" else {"warmups": 0, "repeats": 1}
         self.models = [*(started.model or []), EMBEDDED_MODEL]
-        self.loras = {file: (file, scale) for file, scale in started.lora or ()}
+        self.loras = {f"{file}:{scale:g}": (file, scale) for file, scale in started.lora or ()}
         self.has_gpu = device.type == "cuda"
         self.max_pixels = started.max_pixels or MAX_PIXELS[device.type]
 
