@@ -55,6 +55,16 @@ def test_an_animated_picture_has_every_frame_and_a_png_three(suffix, tmp_path):
     assert list(tmp_path.iterdir()) == [picture]
 
 
+def test_the_videos_play_at_the_given_rate(tmp_path):
+    video = np.random.default_rng(0).random((5, 32, 48, 3))
+    comparison = SimpleNamespace(variants=[SimpleNamespace(name="a", video=video)], difference=lambda: (video, 1))
+    for suffix in (".mp4", ".gif"):
+        write_side_by_side(tmp_path / f"compare{suffix}", comparison, 24)
+    assert iio.immeta(tmp_path / "compare.mp4")["fps"] == 24
+    with Image.open(tmp_path / "compare.gif") as image:
+        assert image.info["duration"] == 40  # milliseconds, which a .gif has in tens
+
+
 def test_each_video_is_under_its_name():
     videos = np.zeros((2, 320, 600, 3), np.uint8)
     frames = under_names(videos, ["a", "b"])
