@@ -165,7 +165,9 @@ def test_a_quant_file_of_turbowan_is_generated_with(saved_models, tmp_path, caps
     command = ["generate", "a fox", "-o", tmp_path / "out.mp4", *given]
     assert main([*map(str, command), "sparse"]) == 0
     assert "to the weights of 20 linears" in capsys.readouterr().out
-    assert "or the preset 'sparse'" in error_of(capsys, *command, "quantized")
+    assert "(it has proj_l), which --preset quantized leaves out; give --preset sparse." in error_of(
+        capsys, *command, "quantized"
+    )
 
 
 def test_both_experts_have_to_be_in_8_bits(tmp_path, capsys):

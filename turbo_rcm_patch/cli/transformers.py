@@ -12,10 +12,12 @@ from accelerate import init_empty_weights
 from diffusers import GGUFQuantizationConfig
 from torch import nn
 
-from ..checkpoints.files import COMPONENTS
+from ..checkpoints.files import COMPONENTS, keys_in
 from ..checkpoints.lazy import PICKLED, open_tensors
 from ..checkpoints.scaled import has_scales
-from ..patching.families import family_named, weights_in
+from ..config import PRESETS, Sparse
+from ..patching.families import family_named, family_of, weights_in
+from ..patching.steps.sparse_linear import is_projection, needs_projections
 from ..patching.weights.load import FILE, component_folders, empty_model
 from ..wording import with_article
 from .arguments import spelled
@@ -40,14 +42,14 @@ def given_transformers(
         if path is None:
             continue
         if path.is_file():
-            models[name] = _of_file(path, arguments.model, name, components, dtype, empty=path in of_ours)
+            models[name] = _of_file(path, arguments, name, components, dtype, empty=path in of_ours)
             continue
         try:
             folders = component_folders(path)
             more = next((part or name for part in folders if _class_in(components, part or name) is None), None)
             if more is not None:
                 raise ValueError(f"{path} replaces the pipeline's {more}, but --model {arguments.model} has none.")
-            models |= {part or name: _of_folder(folder, dtype) for part, folder in folders.items()}
+            models |= {part or name: _of_folder(folder, arguments, name, dtype) for part, folder in folders.items()}
         except (ValueError, OSError) as error:
             raise CommandError(f"{spelled(name)}: {error}") from error
     return models
@@ -125,16 +127,38 @@ def _has_scales(option: str, path: Path) -> bool:
         raise CommandError(f"cannot load {option} {path}: {error}") from error
 
 
-def _of_folder(folder: Path, dtype: torch.dtype) -> nn.Module:
+def has_projections(source: Path, model: nn.Module) -> bool:
+    """True if a file or a folder holds SLA's projections. LTX-2's count only if they are not zero.
+
+    model: its transformer, perhaps on the meta device.
+    """
+    if source.is_dir() and not any(map(is_projection, keys_in(source))):
+        return False
+    needed = needs_projections(family_of(model).self_attentions(model))
+    with open_tensors(source) as tensors:
+        return any(needed or bool(tensor.load().any()) for name, tensor in tensors.items() if is_projection(name))
+
+
+def _of_folder(folder: Path, arguments: argparse.Namespace, name: str, dtype: torch.dtype) -> nn.Module:
+    """Return the transformer of a folder. name: that of the option that gives it."""
     model = empty_model(folder)  # raises ValueError for a class that is not supported
-    return model if (folder / FILE).is_file() else type(model).from_pretrained(folder, dtype=dtype)
+    if (folder / FILE).is_file():
+        return model
+    _check_attention(folder, arguments, name, model)
+    return type(model).from_pretrained(folder, dtype=dtype)
 
 
 def _of_file(
-    path: Path, pipeline: str, name: str, components: Mapping[str, object], dtype: torch.dtype, *, empty: bool
+    path: Path,
+    arguments: argparse.Namespace,
+    name: str,
+    components: Mapping[str, object],
+    dtype: torch.dtype,
+    *,
+    empty: bool,
 ) -> nn.Module:
     """Return the transformer of a file. empty: True to leave its parameters on the meta device."""
-    class_name, option = _class_in(components, name), spelled(name)
+    class_name, option, pipeline = _class_in(components, name), spelled(name), arguments.model
     family = family_named(class_name)
     if family is None:
         found = "has none" if class_name is None else f"has {with_article(class_name)}"
@@ -146,9 +170,11 @@ def _of_file(
         config = {"config": str(Path(pipeline).expanduser()), "subfolder": name}
         if empty:
             model = _empty(family.transformer_class, dtype, **config)
+            _check_attention(path, arguments, name, model)
         else:
             if not is_gguf:
-                _check_plain(path, _empty(family.transformer_class, dtype, **config))
+                _check_plain(path, plain := _empty(family.transformer_class, dtype, **config))
+                _check_attention(path, arguments, name, plain)
             more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
             model = family.transformer_class.from_single_file(str(path), dtype=dtype, **config, **more)
     except NotImplementedError as error:  # a tensor on the meta device cannot be read
@@ -178,3 +204,14 @@ def _check_plain(path: Path, model: nn.Module) -> None:
     """Raise ValueError for quantised weights and for another model's. diffusers would take integers for weights."""
     with open_tensors(path) as tensors:
         weights_in(path, tensors, model, partial=True)
+
+
+def _check_attention(source: Path, arguments: argparse.Namespace, name: str, model: nn.Module) -> None:
+    """Raise CommandError for weights with proj_l that would run without it. diffusers drops it."""
+    no_patch = getattr(arguments, "no_patch", False)
+    if (no_patch or not isinstance(PRESETS[arguments.preset], Sparse)) and has_projections(source, model):
+        raise CommandError(
+            f"{spelled(name)} {source} was trained with sparse-linear attention (it has proj_l), which "
+            f"{'--no-patch' if no_patch else f'--preset {arguments.preset}'} leaves out; give --preset sparse"
+            f"{', without --no-patch' if no_patch else ''}."
+        )
