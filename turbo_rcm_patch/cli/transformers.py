@@ -18,10 +18,12 @@ from ..checkpoints.scaled import has_scales
 from ..config import PRESETS, Sparse
 from ..patching.families import family_named, family_of, weights_in
 from ..patching.steps.sparse_linear import is_projection, needs_projections
-from ..patching.weights.load import FILE, component_folders, empty_model
+from ..patching.weights.load import FILE, component_folders, empty_model, read_config
 from ..wording import with_article
 from .arguments import spelled
 from .errors import CommandError
+
+_OF_PIPELINE = ("in_channels", "out_channels", "text_dim")  # what the rest of a pipeline gives and takes
 
 
 def given_transformers(
@@ -49,6 +51,8 @@ def given_transformers(
             more = next((part or name for part in folders if _class_in(components, part or name) is None), None)
             if more is not None:
                 raise ValueError(f"{path} replaces the pipeline's {more}, but --model {arguments.model} has none.")
+            for part, folder in folders.items():
+                _check_config(folder, arguments.model, part or name, components)
             models |= {part or name: _of_folder(folder, arguments, name, dtype) for part, folder in folders.items()}
         except (ValueError, OSError) as error:
             raise CommandError(f"{spelled(name)}: {error}") from error
@@ -125,6 +129,29 @@ def _has_scales(option: str, path: Path) -> bool:
             return has_scales(tensors)
     except ValueError as error:
         raise CommandError(f"cannot load {option} {path}: {error}") from error
+
+
+def _check_config(folder: Path, pipeline: str, name: str, components: Mapping[str, object]) -> None:
+    """Raise ValueError for a folder whose transformer cannot take the place of a pipeline's transformer."""
+    found, own_class = read_config(folder), _class_in(components, name)
+    if found.get("_class_name") != own_class:
+        raise ValueError(
+            f"{folder} holds {with_article(found.get('_class_name'))}, but the {name} of --model {pipeline} is "
+            f"{with_article(own_class)}; give one of that class."
+        )
+    if (family := family_named(own_class)) is None:
+        return  # `empty_model` says so
+    try:
+        own = family.transformer_class.load_config(str(Path(pipeline).expanduser()), subfolder=name)
+    except OSError:  # perhaps a pipeline that was stored without its transformers
+        return
+    shared = [key for key in _OF_PIPELINE if key in found and key in own]
+    wrong = [f"{key} is {found[key]}, not {own[key]}" for key in shared if found[key] != own[key]]
+    if wrong:
+        raise ValueError(
+            f"{folder} does not fit the {name} of --model {pipeline}: {', '.join(wrong)}. Give one made for such a "
+            "pipeline."
+        )
 
 
 def has_projections(source: Path, model: nn.Module) -> bool:

@@ -1,0 +1,55 @@
+"""--transformer and --transformer-2: which folders and files take the place of a pipeline's transformers."""
+
+import pytest
+
+from tests.cli.running import TINY, error_of
+from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch.cli import main
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Pipelines of Wan 2.1 and 2.2 and LTX-2, without weights, and folders of transformers alone."""
+    root = tmp_path_factory.mktemp("models")
+    tiny_wan_pipeline("t2v").save_pretrained(root / "t2v")
+    tiny_wan_pipeline("wan22").save_pretrained(root / "wan22")
+    tiny_ltx2_pipeline_for_prompts().save_pretrained(root / "ltx2")
+    tiny_wan_transformer(in_channels=36).save_pretrained(root / "from_image")
+    tiny_wan_transformer(text_dim=48).save_pretrained(root / "wide")
+    tiny_wan_transformer(layers=1).save_pretrained(root / "small")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("model", "folder", "message"),
+    [
+        ("t2v", "from_image", "does not fit the transformer of --model {}: in_channels is 36, not 16. Give one made"),
+        ("t2v", "wide", "does not fit the transformer of --model {}: text_dim is 48, not 32. Give one made"),
+        ("wan22", "wide", "does not fit the transformer of --model {}: text_dim is 48, not 32. Give one made"),
+        ("t2v", "ltx2/transformer", "LTX2VideoTransformer3DModel, but the transformer of --model {} is a WanTrans"),
+        ("ltx2", "t2v/transformer", "WanTransformer3DModel, but the transformer of --model {} is a LTX2Video"),
+    ],
+)
+def test_a_folder_of_another_model_is_refused(models, tmp_path, capsys, model, folder, message):
+    options = ["--model", models / model, "--transformer", models / folder, *TINY]
+    line = error_of(capsys, "generate", "a fox", "-o", tmp_path / "out.mp4", *options)
+    assert f"--transformer: {models / folder} " in line
+    assert message.format(models / model) in line
+
+
+def test_a_folder_in_8_bits_of_another_model_is_refused(models, tmp_path, capsys):
+    assert main(["convert", str(models / "from_image"), str(tmp_path / "out"), "--device", "cpu"]) == 0
+    options = ["--model", models / "t2v", "--transformer", tmp_path / "out", "--preset", "quantized", *TINY]
+    line = error_of(capsys, "generate", "a fox", "-o", tmp_path / "out.mp4", *options)
+    assert "in_channels is 36, not 16" in line
+
+
+def test_a_pipeline_s_own_transformer_may_be_missing_or_of_another_depth(models, tmp_path):
+    """Then nothing is known of what fits."""
+    for part in (models / "t2v").iterdir():
+        if part.name != "transformer":
+            (tmp_path / part.name).symlink_to(part)
+    for model in (models / "t2v", tmp_path):
+        options = ["--model", model, "--transformer", models / "small", *TINY]
+        assert main(list(map(str, ["generate", "a fox", "-o", tmp_path / "out.mp4", *options]))) == 0
