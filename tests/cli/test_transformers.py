@@ -1,8 +1,10 @@
 """--transformer and --transformer-2: which folders and files take the place of a pipeline's transformers."""
 
 import pytest
+from safetensors.torch import save_file
 
 from tests.cli.running import TINY, error_of
+from tests.official_names import official_state_dict, with_scales
 from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.cli import main
@@ -53,3 +55,27 @@ def test_a_pipeline_s_own_transformer_may_be_missing_or_of_another_depth(models,
     for model in (models / "t2v", tmp_path):
         options = ["--model", model, "--transformer", models / "small", *TINY]
         assert main(list(map(str, ["generate", "a fox", "-o", tmp_path / "out.mp4", *options]))) == 0
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_files_of_experts_that_are_swapped_are_warned_about(models, tmp_path, capsys, stop_at, in_8_bits):
+    weights = official_state_dict(tiny_wan_transformer())
+    high, low = (tmp_path / f"wan2.2_t2v_{expert}_noise.safetensors" for expert in ("high", "low"))
+    for path in (high, low):
+        save_file(with_scales(weights) if in_8_bits else weights, path)
+    stop_at("timed_generation")
+
+    def printed(model, *paths):
+        given = [part for each in zip(("--transformer", "--transformer-2"), paths, strict=False) for part in each]
+        options = ["--model", models / model, *given, *TINY, "--preset", "quantized"]
+        main(list(map(str, ["generate", "a fox", "-o", tmp_path / "out.mp4", *options])))
+        return capsys.readouterr().err
+
+    told = (
+        "warning: {} is taken for the {}-noise expert: the order is (high, low), as --transformer and --transformer-2."
+    )
+    swapped = printed("wan22", low, high)
+    assert told.format(low.name, "high") in swapped
+    assert told.format(high.name, "low") in swapped
+    assert "is taken for" not in printed("wan22", high, low)
+    assert "is taken for" not in printed("t2v", low)

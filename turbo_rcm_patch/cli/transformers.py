@@ -14,6 +14,7 @@ from torch import nn
 
 from ..checkpoints.files import COMPONENTS, keys_in
 from ..checkpoints.lazy import PICKLED, open_tensors
+from ..checkpoints.recognise import swapped_files
 from ..checkpoints.scaled import has_scales
 from ..config import PRESETS, Sparse
 from ..patching.families import family_named, family_of, weights_in
@@ -22,6 +23,7 @@ from ..patching.weights.load import FILE, component_folders, empty_model, read_c
 from ..wording import with_article
 from .arguments import spelled
 from .errors import CommandError
+from .sampling import warn
 
 _OF_PIPELINE = ("in_channels", "out_channels", "text_dim")  # what the rest of a pipeline gives and takes
 
@@ -38,6 +40,7 @@ def given_transformers(
     files ``of_ours`` are empty. `load_converted` and `load_turbodiffusion` fill them. Raises CommandError for an
     unusable file.
     """
+    _tell_swapped(arguments, components)
     models = {}
     for name in COMPONENTS:
         path = getattr(arguments, name, None)
@@ -152,6 +155,15 @@ def _check_config(folder: Path, pipeline: str, name: str, components: Mapping[st
             f"{folder} does not fit the {name} of --model {pipeline}: {', '.join(wrong)}. Give one made for such a "
             "pipeline."
         )
+
+
+def _tell_swapped(arguments: argparse.Namespace, components: Mapping[str, object]) -> None:
+    """Warn of files whose names say that they are the other expert's."""
+    if _class_in(components, COMPONENTS[1]) is None:
+        return
+    paths = [getattr(arguments, name, None) for name in COMPONENTS]
+    for line in swapped_files([path if path is not None and path.is_file() else None for path in paths]):
+        warn(arguments, f"{line}, as --transformer and --transformer-2.")
 
 
 def has_projections(source: Path, model: nn.Module) -> bool:
