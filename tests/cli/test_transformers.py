@@ -79,3 +79,22 @@ def test_files_of_experts_that_are_swapped_are_warned_about(models, tmp_path, ca
     assert told.format(high.name, "low") in swapped
     assert "is taken for" not in printed("wan22", high, low)
     assert "is taken for" not in printed("t2v", low)
+
+
+def test_experts_that_were_converted_one_by_one_are_loaded_by_their_folder(models, tmp_path, capsys):
+    halves = [tmp_path / "in 8 bits" / name for name in ("transformer", "transformer_2")]
+    halves[0].parent.mkdir()
+    for half in halves:
+        source = models / "wan22" / half.name
+        assert main(["convert", str(source), str(half), "--dtype", "float32", "--device", "cpu"]) == 0
+    told = capsys.readouterr().out.split("use it by\n")[-1]
+    assert f"--transformer '{halves[0].parent}' --preset quantized\n" in told
+    assert f"trp.load_converted('{halves[0].parent}', pipe, 'quantized')" in told
+    command = ["generate", "a fox", "-o", tmp_path / "out.mp4", "--model", models / "wan22", *TINY]
+    command += ["--preset", "quantized"]
+    second = ["--transformer-2", halves[1]]
+    for given in (["--transformer", halves[0], *second], second):
+        line = error_of(capsys, *command, *given)
+        assert f"{given[0]} {given[1]} holds 8-bit weights; give the folder that holds both, as transformer and" in line
+        assert f"--transformer {halves[0].parent}, without --transformer-2." in line
+    assert main(list(map(str, [*command, "--transformer", halves[0].parent]))) == 0

@@ -301,13 +301,16 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
         "--model",
         shlex.quote(str(arguments.source)) if is_pipeline else "PIPELINE",
     ]
-    line += ["--transformer", shlex.quote(str(arguments.target))]
-    folders, preset = component_folders(arguments.target), arguments.preset
+    target, preset = arguments.target, arguments.preset
+    if target.name in COMPONENTS and (target / "config.json").is_file():
+        target = target.parent  # which has the other expert too, or will have it
+    line += ["--transformer", shlex.quote(str(target))]
+    folders = component_folders(target)
     is_exact = isinstance(PRESETS[preset], Exact)
     if is_exact and any(has_projections(folder, empty_model(folder)) for folder in folders.values()):
         preset = "sparse"
         line += ["--preset", preset]
-        python = f"trp.load_turbodiffusion({str(arguments.target)!r}, pipe)"  # diffusers would drop proj_l
+        python = f"trp.load_turbodiffusion({str(target)!r}, pipe)"  # diffusers would drop proj_l
     elif is_exact:
         dtype = f"dtype=torch.{_stored_dtype(arguments)}"  # without it diffusers loads fp32
         python = "\n  ".join(
@@ -322,7 +325,7 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
             line += [f"--keep {shlex.quote(name)}" for name in arguments.keep]
             keep = config_options(arguments)["keep"]
             config = f"trp.{type(PRESETS[preset]).__name__}(keep={keep!r})"
-        python = f"trp.load_converted({str(arguments.target)!r}, pipe, {config})"
+        python = f"trp.load_converted({str(target)!r}, pipe, {config})"
     if isinstance(PRESETS[preset], Sparse):
         classes = (read_config(folder)["_class_name"] for folder in folders.values())
         line += ["--recipe", "turbot2av" if any(map(makes_sound, classes)) else "turbowan"]

@@ -67,17 +67,27 @@ def converted_folder(arguments: argparse.Namespace) -> Path | None:
 
     Raises CommandError if the command cannot run such weights.
     """
-    path = getattr(arguments, "transformer", None)
-    if path is None or not any((folder / FILE).is_file() for folder in (path, *(path / name for name in COMPONENTS))):
+    given = {name: path for name in COMPONENTS if (path := getattr(arguments, name, None)) is not None}
+    found = next((name for name, path in given.items() if _is_in_8_bits(path)), None)
+    if found is None:
         return None
-    if arguments.command != "generate" or arguments.no_patch or arguments.transformer_2 is not None:
+    holds = f"{spelled(found)} {given[found]} holds 8-bit weights"
+    if COMPONENTS[1] in given:
+        folder = given[found].parent if given[found].name in COMPONENTS else "FOLDER"
         raise CommandError(
-            f"--transformer {path} holds 8-bit weights, which run patched alone; it goes with generate, without "
-            "--no-patch and --transformer-2."
+            f"{holds}; give the folder that holds both, as transformer and transformer_2: --transformer {folder}, "
+            "without --transformer-2."
         )
+    if arguments.command != "generate" or arguments.no_patch:
+        raise CommandError(f"{holds}, which run patched alone; it goes with generate, without --no-patch.")
     if arguments.preset == "exact":
-        raise CommandError(f"--transformer {path} holds 8-bit weights; give --preset quantized, or the one of convert.")
-    return path
+        raise CommandError(f"{holds}; give --preset quantized, or the one of convert.")
+    return given[found]
+
+
+def _is_in_8_bits(path: Path) -> bool:
+    """True for a folder that `convert` wrote in 8 bits."""
+    return any((folder / FILE).is_file() for folder in (path, *(path / name for name in COMPONENTS)))
 
 
 def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object]) -> list[Path]:
