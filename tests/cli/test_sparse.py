@@ -115,7 +115,7 @@ def test_weights_with_projections_are_refused_in_other_tiers(saved_models, with_
 def test_a_folder_without_projections_is_refused(saved_models, capsys):
     line = error_of(capsys, "verify", "--model", saved_models / "t2v", "--device", "cpu", *SPARSE)
     assert "has no proj_l" in line
-    assert "trp.load_turbodiffusion" in line
+    assert "(SLA); give them as --transformer, or another --preset: 'block_sparse', whose" in line
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from ..patching.weights.quantize_linears import capability_of
 from ..patching.weights.store import convert_model
 from ..wording import counted
 from .checks import CONFIG_OPTIONS, LORAS, TRANSFORMERS, config_options
-from .errors import CommandError, user_errors
+from .errors import CommandError, in_the_shell, user_errors
 from .files import Sound, replacing, write_json, write_video
 from .info import info
 from .pipelines import (
@@ -281,7 +281,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             report=print,
         )
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(in_the_shell(error)) from error
     except OSError as error:
         raise CommandError(f"cannot write {arguments.target}: {error}; check the disk's free space.") from error
     print(_how_to_use(arguments))

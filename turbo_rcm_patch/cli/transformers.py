@@ -22,7 +22,7 @@ from ..patching.steps.sparse_linear import is_projection, needs_projections
 from ..patching.weights.load import FILE, component_folders, empty_model, read_config
 from ..wording import with_article
 from .arguments import spelled
-from .errors import CommandError
+from .errors import CommandError, in_the_shell
 from .sampling import warn
 
 _OF_PIPELINE = ("in_channels", "out_channels", "text_dim")  # what the rest of a pipeline gives and takes
@@ -233,7 +233,7 @@ def _of_file(
             "FILE FOLDER --preset exact knows more names, or says what is missing."
         ) from error
     except (ValueError, OSError, ImportError, RuntimeError, KeyError) as error:
-        line = next(iter(str(error).splitlines()), type(error).__name__)
+        line = next(iter(in_the_shell(error).splitlines()), type(error).__name__)
         raise CommandError(f"cannot load {option} {path}: {line}") from error
     model.register_to_config(_name_or_path=str(path))  # by which its distillation is recognised
     return model
