@@ -54,6 +54,7 @@ from .pipelines import (
     choose_config,
     choose_device,
     choose_dtype,
+    frames_per_second,
     is_sparse,
     load_pipeline,
     load_sampler,
@@ -169,7 +170,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         with replacing(arguments.plot) as temporary:
             plot(comparison, temporary)
     if arguments.video is not None:
-        print("", write_side_by_side(arguments.video, comparison), sep="\n")
+        print("", write_side_by_side(arguments.video, comparison, frames_per_second(pipe)), sep="\n")
     return 0
 
 

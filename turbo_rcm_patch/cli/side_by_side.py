@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..bench.compare import Comparison
 from .files import replacing, write_video
-from .pipelines import FPS
 
 ANIMATED = (".gif", ".webp")
 QUALITY = 90  # of a WebP
@@ -18,7 +17,7 @@ GREY = "#dddddd"
 STRIP = 16  # mp4 files have sizes that this divides
 
 
-def write_side_by_side(path: Path, comparison: Comparison, fps: int = FPS) -> str:
+def write_side_by_side(path: Path, comparison: Comparison, fps: int) -> str:
     """Write the comparison, and return a sentence on it. A PNG gets the first, middle and last frame, one below the
     other."""
     difference, gain = comparison.difference()
