@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..amounts import parse_amount
 from ..config import Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
-from ..recipes import RCM_STEPS, RECIPES
+from ..recipes import RCM_STEPS, RECIPES, recipe_names, recipes_for
 from ..wording import with_article
 from .arguments import spelled
 from .errors import CommandError
@@ -147,6 +147,12 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
     if has_sound and getattr(arguments, "gpus", 1) > 1:
         raise CommandError(f"--model {model} is {with_article(class_name)}; --gpus takes Wan models.")
     from_image = starts[class_name] == "image"
+    recipe, taken = getattr(arguments, "recipe", None), {"sound": has_sound, "image": from_image}
+    if recipe in RECIPES and recipe not in recipes_for(**taken):
+        raise CommandError(
+            f"--recipe {recipe} is not for {with_article(class_name)}, which --model {model} is; accepted are "
+            f"{recipe_names(**taken)}."
+        )
     if from_image and arguments.command in ("evaluate", "demo"):
         command = arguments.command
         raise CommandError(f"--model {model} makes videos from an image; {command} takes text-to-video models.")
