@@ -340,6 +340,7 @@ def test_without_a_home_the_package_can_be_imported(monkeypatch):
         ([], "PyTorch finds none here"),
         (["--device", "cpu"], "PyTorch finds none here"),
         (["--device", "cuda"], "PyTorch finds none here"),
+        (["--device", "gpu"], "--device gpu is unknown; give cuda or cuda:N."),
         (["--config", "flux"], "--config flux is unknown; accepted are wan2.1-1.3b"),
         (["--model", "Wan-AI/Wan2.1"], "--model Wan-AI/Wan2.1: no such folder; give the downloaded folder"),
         (["--model", str(Path(__file__).parent)], "holds no transformer"),

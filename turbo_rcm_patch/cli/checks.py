@@ -14,7 +14,7 @@ from pathlib import Path
 from ..amounts import parse_amount
 from ..config import Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
 from ..recipes import RCM_STEPS, RECIPES, recipe_names, recipes_for
-from ..wording import with_article
+from ..wording import counted, with_article
 from .arguments import spelled
 from .errors import CommandError
 from .files import check_ffmpeg, check_output
@@ -184,7 +184,8 @@ def check_generation(arguments: argparse.Namespace) -> None:
 
 def _check_device(arguments: argparse.Namespace) -> None:
     if arguments.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
-        raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
+        accepted = "cuda or cuda:N" if arguments.command == "tune" else "cpu, cuda or cuda:N"
+        raise CommandError(f"--device {arguments.device} is unknown; give {accepted}.")
 
 
 def _check_steps(arguments: argparse.Namespace) -> None:
@@ -364,6 +365,18 @@ def _check_config(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--config builds a model and its inputs; leave {name} out.")
     if arguments.layers is not None:
         check_at_least_one("--layers", arguments.layers)
+        _check_layers(arguments)
+
+
+def _check_layers(arguments: argparse.Namespace) -> None:
+    with quiet_imports(arguments.verbose):
+        from ..patching.families import CASES  # imports torch, which no help text needs
+    case = CASES.get(arguments.config)  # of an unknown name pipelines.py says what is accepted
+    most = arguments.layers if case is None else case.transformer["num_layers"]
+    if arguments.layers > most:
+        raise CommandError(
+            f"--layers {arguments.layers}: {arguments.config} has {counted(most, 'block')}; give at most {most}."
+        )
 
 
 def check_at_least_one(option: str, value: int) -> None:
