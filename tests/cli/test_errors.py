@@ -38,6 +38,9 @@ from turbo_rcm_patch.cli.sizes import size_rules
         (["--device", "tpu"], "--device tpu is unknown"),
         (["--vram", "8 GB", "--offload"], "--vram and --offload both say where the models are"),
         (["--vram", "8 GB", "--no-patch"], "leave --vram or --no-patch out"),
+        (["--no-patch", "--preset", "quantized"], "--preset is about the patch; leave it or --no-patch out."),
+        (["--no-patch", "--preset", "sparse", "--topk", "0.3"], "--topk is about the patch; leave it or --no-patch"),
+        (["--no-patch", "--preset", "quantized", "--keep", "blocks.99"], "--keep is about the patch"),
         (["--vram", "8"], "--vram: '8' is no amount of memory; give a number with MB, GB, MiB or GiB"),
         (["--model", "./no/such"], "--model ./no/such: no such folder"),
         (["-o", "no/such/folder/out.mp4"], "folder no/such/folder does not exist; create it first"),
@@ -333,6 +336,20 @@ def test_a_malformed_patch_size_is_named(tmp_path, capsys):
 def test_an_image_for_a_text_to_video_model_is_refused(capsys, nothing_runs, saved_models):
     message = error_of(capsys, "verify", "--model", saved_models / "t2v", "--image", __file__, *TINY)
     assert "is a text-to-video model; leave --image out" in message
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["verify", "--preset", "quantized", "--json", "one.json", "--keep-out", "{}/one.json"],
+        ["compare", "--plot", "one.png", "--video", "{}/one.png"],
+    ],
+)
+def test_two_outputs_in_one_file(tmp_path, capsys, nothing_runs, monkeypatch, argv):
+    monkeypatch.chdir(tmp_path)
+    line = error_of(capsys, *[text.format(tmp_path) for text in argv], *TINY)
+    assert f"{argv[-4]} and {argv[-2]} are both one." in line
+    assert "give each a file of its own" in line
 
 
 def test_a_reader_that_leaves_ends_the_command_without_a_word():

@@ -146,8 +146,10 @@ def test_other_commands(model, capsys, tmp_path):
         line = error_of(capsys, command, "--model", model, "--device", "cpu")
         assert f"LTX2Pipeline; {command} takes Wan models" in line
     generate = ["generate", "a fox", "--model", model, "-o", tmp_path / "a.mp4", *OPTIONS]
-    assert "--recipe rcm is not for an LTX2Pipeline" in error_of(capsys, *generate, "--recipe", "rcm")
+    assert "--recipe rcm is not for a LTX2Pipeline" in error_of(capsys, *generate, "--recipe", "rcm")
     assert "use_rcm is for Wan, not for LTX2Pipeline" in error_of(capsys, *generate, "--sigma-max", "80")
+    for command in (generate, ["compare", *generate[1:4]], ["verify", "--model", model]):
+        assert "whose VAE never runs in 8 bits; leave --vae out" in error_of(capsys, *command, "--vae", "8bit")
     line = error_of(capsys, *generate, "--tiny-vae", "taew2_1.safetensors")
     assert "--tiny-vae: use_tiny_vae needs an AutoencoderKLWan or" in line
     assert "--frames 6 is not" in error_of(capsys, *generate, "--frames", "6")

@@ -344,6 +344,8 @@ def test_without_a_home_the_package_can_be_imported(monkeypatch):
         (["--config", "flux"], "--config flux is unknown; accepted are wan2.1-1.3b"),
         (["--model", "Wan-AI/Wan2.1"], "--model Wan-AI/Wan2.1: no such folder; give the downloaded folder"),
         (["--model", str(Path(__file__).parent)], "holds no transformer"),
+        (["--reset", "--height", "480"], "--reset deletes all measurements; leave --height out."),
+        (["--reset", "--device", "cuda"], "leave --device out."),
         (["--frames", "6"], "--frames 6 is not 4k+1; try 5"),
         (["--config", "wan2.2-5b", "--height", "720"], "--height 720 is not divisible by 32; try 704."),
     ],

@@ -50,6 +50,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_output("-o", arguments.output, (".mp4",))
         check_ffmpeg()
         _check_gpus(arguments)
+        _check_unpatched(arguments)
         _check_vae(arguments)
     if arguments.command == "compare":
         _check_comparison(arguments)
@@ -99,11 +100,15 @@ def _check_gpus(arguments: argparse.Namespace) -> None:
     check_heads(arguments.gpus, _read_json(folder / "transformer/config.json").get("num_attention_heads"))
 
 
+def _check_unpatched(arguments: argparse.Namespace) -> None:
+    given = list(config_options(arguments)) + (["preset"] if arguments.preset != "exact" else [])
+    if arguments.no_patch and given:
+        raise CommandError(f"{spelled(given[0])} is about the patch; leave it or --no-patch out.")
+
+
 def _check_vae(arguments: argparse.Namespace) -> None:
-    for option in ("no_patch", "tiny_vae"):
-        if arguments.vae is not None and getattr(arguments, option):
-            about = f"--vae {arguments.vae} is about the patched pipeline's own VAE"
-            raise CommandError(f"{about}; leave it or {spelled(option)} out.")
+    if arguments.vae is not None and arguments.tiny_vae is not None:
+        raise CommandError(f"--vae {arguments.vae} is about the pipeline's own VAE; leave it or --tiny-vae out.")
 
 
 def check_heads(gpus: int, heads: int | None) -> None:
@@ -144,6 +149,10 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
     has_sound = any(one.has_sound for one in PIPELINES if one.pipeline_class.__name__ == class_name)
     if has_sound and arguments.command in ("evaluate", "demo"):
         raise CommandError(f"--model {model} is {with_article(class_name)}; {arguments.command} takes Wan models.")
+    if has_sound and getattr(arguments, "vae", None) is not None:
+        raise CommandError(
+            f"--model {model} is {with_article(class_name)}, whose VAE never runs in 8 bits; leave --vae out."
+        )
     if has_sound and getattr(arguments, "gpus", 1) > 1:
         raise CommandError(f"--model {model} is {with_article(class_name)}; --gpus takes Wan models.")
     from_image = starts[class_name] == "image"
@@ -268,6 +277,13 @@ def _check_keep_out(arguments: argparse.Namespace) -> None:
             f"--keep-out looks for what must leave 8 bits in --preset quantized, and not in {arguments.preset}."
         )
     check_output("--keep-out", arguments.keep_out, (".json",))
+    _check_different("--json", arguments.json, "--keep-out", arguments.keep_out)
+
+
+def _check_different(option: str, path: Path | None, other: str, other_path: Path) -> None:
+    """Raise CommandError if two outputs are one file."""
+    if path is not None and path.resolve() == other_path.resolve():
+        raise CommandError(f"{option} and {other} are both {path}; give each a file of its own.")
 
 
 def _check_preset_name(preset: str) -> PatchConfig:
@@ -310,6 +326,8 @@ def _check_comparison(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
     check_output("--video", arguments.video, (".mp4", ".png", ".gif", ".webp"))
+    if arguments.video is not None:
+        _check_different("--plot", arguments.plot, "--video", arguments.video)
     if arguments.video is not None and arguments.video.suffix.lower() == ".mp4":
         check_ffmpeg()
 
@@ -339,6 +357,8 @@ def _check_page(arguments: argparse.Namespace) -> None:
         _check_model(argparse.Namespace(**{**vars(arguments), "model": model, "image": None}))
     for file, scale in arguments.lora or ():
         _check_lora("--lora", file, scale)
+    if arguments.lora and not arguments.model:
+        raise CommandError("--lora goes with --model; the embedded model takes none.")
     _check_address(arguments.host, arguments.port)
 
 
