@@ -8,6 +8,7 @@ import json
 import math
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from .sizes import SizeRules, size_rules
 OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
 GUIDANCE = ("guidance", "guidance_2", "negative_prompt")
 LORAS = ("lora", "lora_2")
+OF_WAN = ("vae", "tiny_vae", "text_encoder", "sigma_max")  # options of Wan's VAE, encoder and sampler
 TRANSFORMERS = ("transformer", "transformer_2")
 CONFIG_OPTIONS = ("topk", "mass", "min_tokens", "keep", "vae")  # of the patch, beside --preset
 _HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")  # checkpoints.lazy.SUFFIXES, whose module imports torch
 EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
 
 
@@ -109,6 +112,8 @@ def _check_unpatched(arguments: argparse.Namespace) -> None:
 def _check_vae(arguments: argparse.Namespace) -> None:
     if arguments.vae is not None and arguments.tiny_vae is not None:
         raise CommandError(f"--vae {arguments.vae} is about the pipeline's own VAE; leave it or --tiny-vae out.")
+    if arguments.tiny_vae is not None:
+        _check_weights("--tiny-vae", arguments.tiny_vae)
 
 
 def check_heads(gpus: int, heads: int | None) -> None:
@@ -149,10 +154,10 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
     has_sound = any(one.has_sound for one in PIPELINES if one.pipeline_class.__name__ == class_name)
     if has_sound and arguments.command in ("evaluate", "demo"):
         raise CommandError(f"--model {model} is {with_article(class_name)}; {arguments.command} takes Wan models.")
-    if has_sound and getattr(arguments, "vae", None) is not None:
-        raise CommandError(
-            f"--model {model} is {with_article(class_name)}, whose VAE never runs in 8 bits; leave --vae out."
-        )
+    given = [option for option in OF_WAN if has_sound and getattr(arguments, option, None) is not None]
+    if given:
+        option = spelled(given[0])
+        raise CommandError(f"--model {model} is {with_article(class_name)}; {option} is for Wan models, leave it out.")
     if has_sound and getattr(arguments, "gpus", 1) > 1:
         raise CommandError(f"--model {model} is {with_article(class_name)}; --gpus takes Wan models.")
     from_image = starts[class_name] == "image"
@@ -175,6 +180,14 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
         raise CommandError(f"--model {model} is a text-to-video model; leave --image out.")
 
 
+def check_second_transformer(index: Mapping[str, object], arguments: argparse.Namespace) -> None:
+    """Raise CommandError for an option of the second transformer if the index of --model's pipeline lists none."""
+    _, second = index.get(TRANSFORMERS[1]) or (None, None)
+    for name in ("lora_2", "guidance_2"):
+        if second is None and getattr(arguments, name, None) is not None:
+            raise CommandError(f"--model {arguments.model} has no second transformer; leave {spelled(name)} out.")
+
+
 def check_generation(arguments: argparse.Namespace) -> None:
     """Raise CommandError for anything wrong with the options of a generation."""
     _check_device(arguments)
@@ -189,6 +202,18 @@ def check_generation(arguments: argparse.Namespace) -> None:
     if arguments.image is not None and not arguments.image.is_file():
         raise CommandError(f"--image {arguments.image}: no such file.")
     _check_model(arguments).check(arguments.height, arguments.width, arguments.frames)
+    if arguments.image is not None:
+        _check_image(arguments.image)
+
+
+def _check_image(path: Path) -> None:
+    from PIL import Image  # which no help text needs
+
+    try:
+        with Image.open(path):
+            pass
+    except OSError as error:
+        raise CommandError(f"--image {path}: {error}; give a PNG or JPEG file.") from error
 
 
 def _check_device(arguments: argparse.Namespace) -> None:
@@ -230,6 +255,12 @@ def _check_guidance(arguments: argparse.Namespace) -> None:
             raise CommandError(f"{option} goes with --model; without it there is no guidance.")
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
             raise CommandError(f"{option} {value}: give a number, 0 or more; up to 1 there is no guidance.")
+    for name in ("guidance_2", "negative_prompt"):
+        if getattr(arguments, name) is not None and arguments.guidance is not None and arguments.guidance <= 1:
+            raise CommandError(
+                f"{spelled(name)} has an effect only with --guidance above 1, and it is {arguments.guidance:g}; leave "
+                "it out."
+            )
 
 
 def _check_transformers(arguments: argparse.Namespace) -> None:
@@ -316,8 +347,31 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
 def _check_lora(option: str, file: str, scale: float) -> None:
     if not math.isfinite(scale):
         raise CommandError(f"{option} {file}:{scale}: give a finite strength.")
-    if not Path(file).expanduser().exists() and not _HUB_PATH.fullmatch(file):
+    path = Path(file).expanduser()
+    if path.is_file():
+        _check_weights(option, path)
+    if not path.exists() and (_is_local(path) or not _HUB_PATH.fullmatch(file)):
         raise CommandError(f"{option} {file}: no such file or folder; give one, or the id of a hub repository.")
+
+
+def _is_local(path: Path) -> bool:
+    """True for a missing file of weights in a folder that exists, or with one part before its name, unlike on the hub.
+
+    A file on the hub has the owner and the repository before its name.
+    """
+    return path.suffix in WEIGHTS and (len(path.parts) <= 2 or path.parent.is_dir())
+
+
+def _check_weights(option: str, path: Path) -> None:
+    """Raise CommandError unless a file of tensors can be read, as far as its header tells."""
+    with quiet_imports():
+        from ..checkpoints.lazy import open_tensors  # imports torch, which no help text needs
+
+    try:
+        with open_tensors(path):
+            pass
+    except ValueError as error:
+        raise CommandError(f"{option}: {error}") from None
 
 
 def _check_comparison(arguments: argparse.Namespace) -> None:
@@ -436,7 +490,9 @@ def _check_model(arguments: argparse.Namespace) -> SizeRules:
         raise CommandError(
             f"--model {model} has no model_index.json; give a folder that a diffusers pipeline was saved to."
         )
-    check_pipeline_class(_read_json(folder / "model_index.json").get("_class_name"), arguments)
+    index = _read_json(folder / "model_index.json")
+    check_pipeline_class(index.get("_class_name"), arguments)
+    check_second_transformer(index, arguments)
     return _size_rules_in(folder)
 
 
