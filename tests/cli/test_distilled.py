@@ -300,7 +300,7 @@ def test_advice_is_about_options(models, tmp_path, capsys):
     line = error_of(capsys, *argv, "--lora", models / "wan22")
     assert "is a whole diffusers pipeline, not a LoRA; give it as --model. Accepted" in line
     line = error_of(capsys, *argv, "--recipe", "turbot2av")
-    assert "--recipe turbot2av is not for WanPipeline; accepted are rcm" in line
+    assert "--recipe turbot2av is not for a WanPipeline, which" in line
     assert "your own" not in line
     told = "is a LoRA, not a whole model; give it as --lora, beside the whole model."
     assert told in error_of(capsys, *argv, "--transformer", style)

@@ -192,6 +192,9 @@ def test_a_hub_model_is_refused_by_its_index_alone(capsys, monkeypatch):
     monkeypatch.setattr(loader, "load_config", lambda model: {"_class_name": "FluxPipeline"})
     monkeypatch.setattr(loader, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights were loaded"))
     assert "owner/flux is a FluxPipeline" in error_of(capsys, "verify", "--model", "owner/flux", *TINY)
+    monkeypatch.setattr(loader, "load_config", lambda model: {"_class_name": "WanPipeline"})
+    given = ("compare", "--model", "owner/wan", "--guidance", "3", "--guidance-2", "2", *TINY)
+    assert "owner/wan has no second transformer; leave --guidance-2 out" in error_of(capsys, *given)
 
     def not_found(model):
         raise OSError("owner/name is not a local folder\nand is not on the hub")
