@@ -78,7 +78,7 @@ def test_every_value_comes_to_its_place(saved, prefix, wrapper):
 
 @pytest.mark.parametrize("beside", ["model", "state_dict"])
 def test_the_generator_of_a_file_with_more_models_is_taken(saved, beside):
-    """As TurboT2AV's own loader does."""
+    """TurboT2AV's own loader takes it too."""
     model, other = tiny_family_transformer("ltx2", layers=1), student(layers=1)
     path = saved({beside: ltx2_state_dict(student(layers=1, seed=4)), "generator": ltx2_state_dict(other)})
     trp.load_turbodiffusion(path, model, "exact")
