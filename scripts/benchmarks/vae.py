@@ -26,13 +26,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import with_random_weights
+from scripts.benchmarks.stand_ins import tiny_file
 from scripts.tools.pages.vae import vae_table
 from turbo_rcm_patch.bench.coding import coded, coding_oracle
 from turbo_rcm_patch.bench.environment import describe_environment
@@ -50,7 +50,6 @@ from turbo_rcm_patch.patching.families.vae.chunks import (
 from turbo_rcm_patch.patching.families.vae.decoder import decoded
 from turbo_rcm_patch.patching.families.vae.forward import joined, plan_for
 from turbo_rcm_patch.patching.families.vae.strips import cuts_of, strips_of
-from turbo_rcm_patch.patching.tiny_vae.network import EDGE, TinyDecoder
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 LITTLE_MEMORY, IN_TILES, TINY = "patched, little memory", "patched, in tiles", "tiny VAE"
@@ -152,14 +151,6 @@ def as_variant(vae: nn.Module, variant: str) -> Iterator[nn.Module]:
             vae.enable_tiling()
             stack.callback(vae.disable_tiling)
         yield vae
-
-
-def tiny_file(vae: nn.Module, folder: Path) -> Path:
-    """Write a tiny VAE for a VAE's latents, with random weights in fp16, as they are published."""
-    patch_size = vae.spatial_compression_ratio // EDGE
-    network = TinyDecoder("base", vae.config.z_dim, patch_size).half()
-    save_file(network.state_dict(), file := folder / "taew2_1.safetensors")
-    return file
 
 
 def compiled(vae: nn.Module) -> nn.Module:

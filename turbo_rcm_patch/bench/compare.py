@@ -29,6 +29,7 @@ from .variants import (
     COMPILED_AFTER_A_CHANGE,
     PATCHED,
     UNPATCHED,
+    Patching,
     Switch,
     Variants,
     allocated,
@@ -115,6 +116,7 @@ def compare(
     settings: dict[str, object] | None = None,
     beside: Mapping[str, Switch] | None = None,
     changed: Switch | None = None,
+    patched: Patching | None = None,
 ) -> Comparison:
     """Run ``pipe(**call)`` from the same seed in every variant. The pipeline is unchanged afterwards.
 
@@ -134,6 +136,7 @@ def compare(
     beside: switches of more variants by name. They are timed but not checked.
     changed: a switch that changes the model after a generation's first step. torch.compile then compiles again. One
         such generation runs last, for the time of its second step.
+    patched: patches the pipeline with a configuration, for more than `patch` does, such as the text encoder too.
     """
     config = resolve_config(config)
     if with_oracle:
@@ -149,9 +152,9 @@ def compare(
 
     judge = _Judge(pipe, generate, config) if with_oracle else None
     if ulysses > 1:
-        variants = context_parallel(pipe, config, with_compile, ulysses)
+        variants = context_parallel(pipe, config, with_compile, ulysses, patched)
     else:
-        variants = single_process(pipe, config, with_compile)
+        variants = single_process(pipe, config, with_compile, patched)
     errors = judge.errors(variants.switches) if judge else {}
     del judge  # no variant's memory counts its tensors
     variants = replace(variants, switches={**variants.switches, **(beside or {})})

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from scripts.benchmarks import end_to_end
+from tests.patching.tiny_vae.published import WIDTHS
+from turbo_rcm_patch.bench import variants
+from turbo_rcm_patch.patching.tiny_vae import network
 
 
 def test_every_stage_of_every_variant_is_timed(tmp_path, capsys):
@@ -28,6 +31,10 @@ def test_it_checks_its_presets_first(capsys):
     for presets, message in (
         (["exact", "quantised"], "invalid choice: 'quantised'"),
         (["sparse"], "--mass is of block"),
+        (["sparse", "--unstructured"], "--mass is of block"),
+        (["block_sparse", "--tiny-vae"], "give --decode too"),
+        (["block_sparse", "--lora", "4", "--prompt"], "leave --prompt out"),
+        (["block_sparse", "--config", "tiny-ltx2", "--prompt"], "--prompt is for Wan's models"),
     ):
         with pytest.raises(SystemExit):
             end_to_end.main(["--mass", "0.5", "--preset", *presets])
@@ -42,3 +49,41 @@ def test_another_mass_and_a_vae_in_8_bits(tmp_path):
     result = json.loads(json_path.read_text())
     assert (result["settings"]["mass"], result["settings"]["vae"]) == (0.5, "8bit")
     assert 'vae="8bit": ' in result["patch_summary"]
+
+
+@pytest.mark.usefixtures("small_encoder")
+def test_from_a_prompt_with_two_vaes(tmp_path, monkeypatch, capsys):
+    """Patched variants have a patched text encoder. No frames are compared with the tiny VAE's."""
+    encoders = []
+    patch_text_encoder = end_to_end.patch_text_encoder
+    monkeypatch.setattr(network, "WIDTHS", WIDTHS)
+    monkeypatch.setattr(
+        end_to_end, "patch_text_encoder", lambda pipe: encoders.append(patch_text_encoder(pipe)) or encoders[-1]
+    )
+    json_path = tmp_path / "benchmark.json"
+    options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--decode"]
+    options += ["--prompt", "--tiny-vae", "--preset", "sparse", "--json", str(json_path)]
+    assert end_to_end.main(options) == 0
+    result = json.loads(json_path.read_text())
+    assert (result["settings"]["tokens"], result["settings"]["structured"]) == (512, True)
+    of = {variant["name"]: variant for variant in result["variants"]}
+    assert list(of) == [variants.UNPATCHED, variants.EXACT_PATCH, variants.PATCHED, end_to_end.TINY_VAE]
+    assert all(variant["timings"]["text_encoding"] > 0 for variant in of.values())
+    assert of[variants.EXACT_PATCH]["latents"]["relative_l2"] < 1e-4
+    assert of[variants.PATCHED]["frames"]["psnr_db"] > 0
+    assert of[end_to_end.TINY_VAE]["latents"] == of[variants.PATCHED]["latents"]
+    assert of[end_to_end.TINY_VAE]["frames"] is result["difference_gain"] is None
+    assert len(encoders) == 3 * 2  # a warm-up and a repeat of each
+    assert not any(encoder.active for encoder in encoders)
+    (psnr,) = (line for line in capsys.readouterr().out.splitlines() if "PSNR" in line)
+    assert psnr.count("dB") == 2
+
+
+def test_block_sparse_attention_on_unstructured_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(end_to_end, "add_structure", None)  # is not called
+    json_path = tmp_path / "benchmark.json"
+    options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--unstructured"]
+    assert end_to_end.main([*options, "--preset", "block_sparse", "--json", str(json_path)]) == 0
+    result = json.loads(json_path.read_text())
+    assert "structured" not in result["settings"]
+    assert [variant["name"] for variant in result["variants"]][2:] == [variants.DENSE_PATCH, variants.PATCHED]
