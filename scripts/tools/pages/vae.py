@@ -1,15 +1,17 @@
-"""The table of a VAE alone: what decoding and encoding take, unpatched, compiled and patched."""
+"""The table of a VAE alone: what decoding, encoding and the output take, unpatched, compiled and patched."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from turbo_rcm_patch.amounts import in_gb
 
 from .cells import marked, table_of, versions
 
-# The names of variants in scripts/benchmarks/vae.py.
+# The names of variants, and of the work after decoding, in scripts/benchmarks/vae.py.
 UNPATCHED, COMPILED, PATCHED, IN_8_BITS = "unpatched", "torch.compile", "patched", "patched, 8 bits"
+NUMPY, PIL = "output, numpy", "output, PIL"
 ENCODING = {UNPATCHED: 2.5, COMPILED: 1.5}  # how many times as fast the patched encoder has to be
 OVER_PATCHED, PSNR = 1.5, 42  # how many times as fast as patched 8 bits have to be, and how near to it in dB
 HEADER = (
@@ -26,10 +28,14 @@ HEADER = (
 
 
 def vae_table(run: dict) -> str:
-    """Return a row for each variant. Bold marks what an encoder or 8 bits miss, and memory over diffusers'."""
+    """Return a row for each variant.
+
+    ✗ marks what an encoder or 8 bits miss, memory over diffusers', and a patched output as PIL slower than as numpy.
+    """
     settings = run["settings"]
     size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
-    rows = [cells for work in ("decode", "encode") for cells in _rows_of(run["vae"], work)]
+    works = dict.fromkeys(row["work"] for row in run["vae"])
+    rows = [cells for work in works for cells in _rows_of(run["vae"], work)]
     return (
         f"The VAE of {settings['config']} alone, {size}, random weights ({versions(run['environment'])}; median of "
         f"{settings['repeats']}). The error is relative L2 to fp32, of a short video:\n\n" + table_of(HEADER, rows)
@@ -38,12 +44,14 @@ def vae_table(run: dict) -> str:
 
 def _rows_of(rows: list[dict], work: str) -> Iterator[list[str]]:
     named = {row["variant"]: row for row in rows if row["work"] == work}
+    as_numpy = (row["seconds"] for row in rows if (row["work"], row["variant"]) == (NUMPY, PATCHED))
+    most = next(as_numpy, math.inf) if work == PIL else math.inf
     for variant, row in named.items():
         memory, unpatched = row["bytes"], named[UNPATCHED]["bytes"]
         yield [
             work,
             variant,
-            f"{row['seconds']:.3f}",
+            marked(f"{row['seconds']:.3f}", variant == PATCHED and row["seconds"] > most),
             *(_speed_up(row, named, rival, work) for rival in (UNPATCHED, COMPILED)),
             "" if memory is None else marked(in_gb(memory), variant == PATCHED and memory > unpatched),
             "" if row["predicted"] is None else in_gb(row["predicted"]),
