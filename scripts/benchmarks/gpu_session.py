@@ -37,7 +37,8 @@ END_TO_END = ("scripts/benchmarks/end_to_end.py", "--config")
 VAE = ("scripts/benchmarks/vae.py", "--config")
 THRICE = ("--repeats", "3")
 DECODED = ("--layers", "1", "--steps", "1", "--decode", *THRICE)  # for the VAE's sake
-WHOLE_VIDEO = (*END_TO_END, "wan2.1-1.3b", "--decode", *THRICE)
+PROMPT_TO_FRAMES = ("--prompt", "--decode", *THRICE)
+WHOLE_VIDEO = (*END_TO_END, "wan2.1-1.3b", *PROMPT_TO_FRAMES)
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
 CARDS = ("scripts/benchmarks/small_cards.py", "--config")
@@ -52,6 +53,7 @@ SANITIZERS = ("memcheck", "racecheck")
 # The tiers of a step that times several, and the ends of their runs' names.
 ENDINGS = {"exact": "", "quantized": "-quantized", "sparse": "-sparse", "block_sparse": "-block-sparse"}
 QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantized", "sparse", "block_sparse"))
+EVEN_ATTENTION = ("--unstructured", "--steps", "1", "--no-compile")  # which keeps nearly all blocks
 EACH_TIER = (*THRICE, "--preset", *ENDINGS)
 
 
@@ -145,7 +147,8 @@ MEASUREMENTS = {
     "vae-wan2.2-5b": (*VAE, "wan2.2-5b"),
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", *EACH_TIER),
     "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *THRICE, *BLOCK_SPARSE, "--mass", "0.95"),
-    "wan2.1-1.3b-decoded": (*WHOLE_VIDEO, "--preset", "exact", "quantized", "sparse"),
+    "wan2.1-1.3b-block-sparse-unstructured": (*END_TO_END, "wan2.1-1.3b", *EVEN_ATTENTION, *BLOCK_SPARSE),
+    "wan2.1-1.3b-decoded": (*WHOLE_VIDEO, "--tiny-vae", "--preset", "exact", "quantized", "sparse"),
     "wan2.1-1.3b-decoded-8-bit-vae": (*WHOLE_VIDEO, "--vae", "8bit", "--preset", "quantized", "sparse"),
     "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),
     "wan2.1-1.3b-1-layer-decoded-fp32-vae": (*END_TO_END, "wan2.1-1.3b", *DECODED, "--vae-dtype", "float32"),
@@ -155,7 +158,7 @@ MEASUREMENTS = {
     "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", *EACH_TIER),
     "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", *THRICE),
     "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", *THRICE),
-    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", "--decode", *THRICE, "--preset", "exact", "quantized"),
+    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", *PROMPT_TO_FRAMES, "--preset", "exact", "quantized"),
     "wan2.1-14b-4-layers-lora-64": (*LORA, "64"),
     # In a process of its own: torch.compile must not know the new scale yet.
     "wan2.1-14b-4-layers-lora-64-quantized": (*LORA, "64", *QUANTIZED),

@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.benchmarks.end_to_end import WITHOUT_GRAPHS
+from scripts.benchmarks.end_to_end import TINY_VAE, WITHOUT_GRAPHS
 from scripts.benchmarks.lora import BESIDE_A_LORA
 from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, EXACT_PATCH, PATCHED, UNPATCHED
 from turbo_rcm_patch.patching.families import CASES
@@ -48,7 +48,11 @@ PUBLIC = {
     "ltx2-19b": "LTX-2 19B",
 }
 # Runs of the same model and size as another run, with other inputs or another option.
-ON_THE_PAGE_ALONE = ("wan2.2-5b-8-layers-image", "wan2.1-1.3b-block-sparse-mass-0.95")
+ON_THE_PAGE_ALONE = (
+    "wan2.2-5b-8-layers-image",
+    "wan2.1-1.3b-block-sparse-mass-0.95",
+    "wan2.1-1.3b-block-sparse-unstructured",
+)
 COLOURS = dict(zip(TIERS, ("#4c78a8", "#f58518", "#54a24b", "#b279a2"), strict=True))
 
 DPI = 110
@@ -59,7 +63,7 @@ def names_of(run: dict) -> dict[str, str]:
     """Return the names of a run's variants that ran, in order."""
     tier = tier_of_run(run)
     rivals = {} if tier == "exact" else QUANTIZED_RIVALS
-    beside = {name: name for name in (WITHOUT_GRAPHS, *BESIDE_A_LORA)}
+    beside = {name: name for name in (WITHOUT_GRAPHS, TINY_VAE, *BESIDE_A_LORA)}
     names = {**NAMES, **rivals, "patched": f"patched ({tier})", **beside}
     ran = {variant["name"] for variant in run["variants"]}
     return {name: shown for name, shown in names.items() if name in ran}
@@ -82,6 +86,11 @@ def whole_videos(runs: dict) -> dict[str, dict]:
     """Return the runs that compare variants of a model at its real size up to the decoded video."""
     found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
     return {name: run for name, run in found.items() if run["settings"].get("output_type", "latent") != "latent"}
+
+
+def start_of(run: dict) -> str:
+    """Return what a whole video was made from: "prompt", or "embeddings" of one."""
+    return "prompt" if "tokens" in run["settings"] else "embeddings"
 
 
 def model_of(run: dict) -> str:

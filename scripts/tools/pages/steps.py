@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from scripts.benchmarks.end_to_end import TINY_VAE
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
-from scripts.tools.pages.charts import ON_THE_PAGE_ALONE, milliseconds, model_of, names_of, real_models, tier_of_run
-from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH
+from scripts.tools.pages.charts import (
+    ON_THE_PAGE_ALONE,
+    milliseconds,
+    model_of,
+    names_of,
+    real_models,
+    start_of,
+    tier_of_run,
+)
+from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH, PATCHED
 from turbo_rcm_patch.tiers import EXACT, TIERS
 
 from .cells import marked, speedup, table_of
@@ -26,10 +35,12 @@ STEPS_HEADER = (
 VIDEOS_HEADER = (
     "run",
     "variant",
+    "text, s",
     "steps, s",
     "decode, s",
     "output, s",
     "total, s",
+    "total over compile",
     "decode over eager",
     "decode over compile",
     "TFLOP/s",
@@ -40,13 +51,16 @@ VIDEOS_HEADER = (
 # The summary's: of a run the stage that counts; of decoding also with which VAE.
 SHORT_SECONDS = (
     ("wan2.1-1.3b-decoded", "total", None),
+    ("wan2.1-1.3b-decoded-quantized", "total", None),
     ("wan2.1-1.3b-decoded-sparse", "total", None),
+    ("wan2.2-5b-decoded", "total", None),
+    ("wan2.2-5b-decoded-quantized", "total", None),
     ("wan2.1-1.3b-decoded", "vae_decode", "Wan 2.1's VAE"),
     ("wan2.1-14b-1-layer-decoded", "vae_decode", "Wan 2.1's VAE"),
     ("wan2.2-5b-1-layer-decoded", "vae_decode", "TI2V-5B's VAE"),
 )
 SHORT_SECONDS_HEADER = (
-    "from the prompt's embeddings to frames",
+    "a whole video, or its decoding",
     "eager, s",
     "compile, s",
     "patched, s",
@@ -101,12 +115,14 @@ MEMORY_TARGETS = {
     "wan2.1-14b-4-layers-quantized": (EXACT_PATCH, 1.0),
     "wan2.2-5b-8-layers-quantized": (EXACT_PATCH, 1.0),
 }
-# The targets of a patched decoding (a speed-up over a variant's), and of a whole video's stages (seconds).
+# The targets of a patched decoding (a speed-up over a variant's), of a whole video (a speed-up over torch.compile), and
+# of its stages (seconds), also with a tiny VAE.
 DECODE_TARGETS = {
     "wan2.1-1.3b-decoded": {"torch.compile": 1.75},
     "wan2.1-14b-1-layer-decoded": {"unpatched": 3.0, "torch.compile": 1.6},
     "wan2.2-5b-1-layer-decoded": {"unpatched": 2.0, "torch.compile": 1.25},
 }
+TOTAL_TARGETS = {"wan2.2-5b-decoded": 1.5, "wan2.2-5b-decoded-quantized": 2.0}
 STAGE_LIMITS = {
     "wan2.1-1.3b-decoded": {"vae_decode": 0.5, "output": 0.1, "total": 2.2},
     "wan2.1-1.3b-decoded-quantized": {"total": 1.65},
@@ -116,6 +132,7 @@ STAGE_LIMITS = {
     "wan2.1-1.3b-decoded-4-gpus": {"total": 0.8},
     "wan2.1-1.3b-decoded-sparse-4-gpus": {"total": 0.42},
 }
+TINY_VAE_LIMITS = {"wan2.1-1.3b-decoded-sparse": {"total": 0.6}}
 ACCURACY_FACTOR = EXACT.limits.factor  # the limit of a step's error to fp32, as a multiple of torch.compile's
 
 
@@ -125,7 +142,8 @@ def steps_table(runs: dict) -> str:
         "One denoising step: the median over steps of the medians over repeats. All variants run in turns in one "
         "process, or with several GPUs in one process per GPU.\n\n"
         "- Targets are the speed-ups over eager and over compile, and the memory over compile's. In 8 bits they are "
-        "the memory over the exact tier's, and the weights' memory over bf16's.\n"
+        "the memory over the exact tier's, and the weights' memory over bf16's. Block-sparse attention may be no "
+        "slower than dense attention in 8 bits.\n"
         "- Weights outside the blocks stay in bf16. Their share is larger in models with fewer layers.\n"
         "- In runs with torchao up to commit de2fbdb, torchao's tuning applied to the whole process. There "
         "torch.compile tuned its kernels too, and took as long to compile.\n"
@@ -168,7 +186,7 @@ def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> lis
     limit = STAGE_LIMITS.get(name, {}).get(stage, seconds["patched"])
     shown = [f"{seconds[variant]:.2f}" if variant in seconds else "not run" for variant in variants]
     shown[-1] = marked(shown[-1], seconds["patched"] > limit)
-    targets = DECODE_TARGETS.get(name, {}) if vae else {}
+    targets = DECODE_TARGETS.get(name, {}) if vae else {COMPILED: TOTAL_TARGETS.get(name, 0.0)}
     speedups = [speedup(seconds.get(rival), seconds["patched"], targets.get(rival, 0.0)) for rival in variants[:-1]]
     label = _whole_video(run) if vae is None else f"decoding alone, {vae}, {_size(run)}"
     return [label, *shown, *speedups, _ratio(timings["patched"]["peak_memory"], timings["unpatched"]["peak_memory"])]
@@ -185,7 +203,8 @@ def gibibytes(peak: int | None) -> str:
 
 
 def _whole_video(run: dict) -> str:
-    return f"a whole video of {model_of(run)}, {run['settings']['num_inference_steps']} steps, {tier_of_run(run)}"
+    steps, start = run["settings"]["num_inference_steps"], start_of(run)
+    return f"a whole video of {model_of(run)}, {steps} steps, {tier_of_run(run)}, {start} to frames"
 
 
 def _size(run: dict) -> str:
@@ -255,7 +274,8 @@ def step_rows(name: str, run: dict) -> list[list[str]]:
             if variant["name"] != COMPILED_AFTER_A_CHANGE:
                 asked = f"≤ {CHANGE_LIMIT} ms on top, nothing compiled"
         if variant["name"] == "patched" and DENSE_PATCH in steps:
-            shown += f" ({steps[DENSE_PATCH] / step:.2f}× over dense in 8 bits)"
+            ratio = f"{steps[DENSE_PATCH] / step:.2f}"
+            shown += f" ({marked(f'{ratio}×', float(ratio) < 1)} over dense in 8 bits)"
         cells = [names_of(run)[variant["name"]], shown, *speedups, asked, memory, error, drift]
         rows.append(["" if rows else label, *cells])
     return rows
@@ -269,35 +289,42 @@ def _cost_of_a_change(variant: dict, more: float) -> str:
 
 
 def whole_videos_table(runs: dict) -> str:
-    """Return the stages from the prompt's embeddings to the frames on the CPU, a row per variant."""
+    """Return the stages from the prompt or its embeddings to the frames on the CPU, a row per variant."""
     rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
     return (
-        "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are seconds, and "
-        "the speed-ups of decoding over eager and over compile, which compiles the decoder too. A decode may not take "
-        f"more memory than eager, or have more than {ACCURACY_FACTOR} times its error. The error is that of the first "
-        "33 frames. TFLOP/s count the multiplications of diffusers' decoder, which convolves enlarged images:\n\n"
-        + table_of(VIDEOS_HEADER, rows)
+        "Whole videos, from a prompt to frames in numpy, medians over repeats. A prompt has 512 tokens, and patched "
+        "variants have a patched text encoder; videos without a time for the text begin with the prompt's embeddings. "
+        "Targets are seconds, and speed-ups: of the total over compile, and of decoding over eager and over compile, "
+        "which compiles the decoder too. A decode may not take more memory than eager, or have more than "
+        f"{ACCURACY_FACTOR} times its error. The error is that of the first 33 frames. TFLOP/s count the "
+        "multiplications of diffusers' decoder, which convolves enlarged images:\n\n" + table_of(VIDEOS_HEADER, rows)
     )
 
 
 def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
-    decodes = {variant["name"]: variant["timings"]["vae_decode"] for variant in run["variants"]}
+    timings_of = {variant["name"]: variant["timings"] for variant in run["variants"]}
+    totals, decodes = ({of: timings[key] for of, timings in timings_of.items()} for key in ("total", "vae_decode"))
     errors = {variant["name"]: variant.get("decode_error") for variant in run["variants"]}
-    most_memory = next(each["timings"]["peak_memory"] for each in run["variants"] if each["name"] == "unpatched")
+    most_memory = timings_of["unpatched"]["peak_memory"]
+    limits_of = {PATCHED: STAGE_LIMITS, TINY_VAE: TINY_VAE_LIMITS}
     for variant, shown in names_of(run).items():
-        timings = next(each["timings"] for each in run["variants"] if each["name"] == variant)
-        is_ours = variant == "patched"
-        targets, limits = (each.get(name, {}) if is_ours else {} for each in (DECODE_TARGETS, STAGE_LIMITS))
+        timings, is_ours = timings_of[variant], variant == PATCHED
+        targets, limits = DECODE_TARGETS.get(name, {}) if is_ours else {}, limits_of.get(variant, {}).get(name, {})
+        over_compile = TOTAL_TARGETS.get(name, 0.0) if is_ours else 0.0
+        text = f"{timings['text_encoding']:.3f}" if start_of(run) == "prompt" else ""
         stages = {"steps": sum(timings["steps"]), **{key: timings[key] for key in ("vae_decode", "output", "total")}}
         seconds = [marked(f"{value:.2f}", value > limits.get(key, value)) for key, value in stages.items()]
         rivals = ("unpatched", "torch.compile")
-        speedups = [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
-        asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
+        speedups = [speedup(totals.get(COMPILED), totals[variant], over_compile)]
+        speedups += [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
+        asked = [f"total {over_compile}×"] if over_compile else []
+        asked += [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
         asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
         limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
         memory = marked(gibibytes(peak := timings["peak_memory"]), is_ours and peak is not None and peak > most_memory)
-        rate = f"{run['decode_flops'] / decodes[variant] / 1e12:.0f}" if run.get("decode_flops") else ""
-        cells = [*seconds, *speedups, rate, " / ".join(asked), memory]
+        is_counted = run.get("decode_flops") and variant != TINY_VAE
+        rate = f"{run['decode_flops'] / decodes[variant] / 1e12:.0f}" if is_counted else ""
+        cells = [text, *seconds, *speedups, rate, " / ".join(asked), memory]
         label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
         yield [label, shown, *cells, _step_error(errors[variant], limit)]
 

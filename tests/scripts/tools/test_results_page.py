@@ -176,6 +176,7 @@ def test_the_newest_gpu_is_first_and_begins_with_a_summary(tmp_path):
 
 def test_every_target_is_of_a_measurement():
     targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
+    targets += (steps.TOTAL_TARGETS, steps.TINY_VAE_LIMITS)
     assert {name for table in targets for name in table} | {name for name, *_ in steps.SHORT_SECONDS} <= set(all_runs())
 
 
@@ -257,15 +258,17 @@ def test_a_sparse_video_has_targets_and_a_place_in_the_summary(step, shown):
     name = "wan2.1-1.3b-decoded-sparse"
     run = copy.deepcopy(MEASURED["wan2.1-1.3b-decoded"])
     run["settings"]["preset"] = "sparse"
+    run["settings"].pop("tokens", None)
+    run["variants"] = [one for one in run["variants"] if one["name"] in ("unpatched", "torch.compile", "patched")]
     eager, compiled, patched = (variant["timings"] for variant in run["variants"])
     eager["total"], compiled["total"] = 4.59, 3.44
     patched |= {"steps": [step] * 4, "vae_decode": 0.58, "output": 0.02, "total": 1.04 if step < 0.15 else 1.4}
     table = steps.whole_videos_table({name: run})
-    assert f"| patched (sparse) | {shown}" in table
+    assert f"| patched (sparse) |  | {shown}" in table
     assert "| steps 0.57 s / total 1.05 s |" in table
     short = steps.short_tables({"wan2.1-1.3b": MEASURED["wan2.1-1.3b"], name: run})
     total = "1.04" if step < 0.15 else "1.40 ✗"
-    assert f"4 steps, sparse | 4.59 | 3.44 | {total} |" in short
+    assert f"4 steps, sparse, embeddings to frames | 4.59 | 3.44 | {total} |" in short
 
 
 def test_a_pipeline_and_diffusers_own_offloading_share_a_table():
@@ -322,6 +325,20 @@ def test_the_readme_has_the_smallest_card_of_a_pipeline_in_the_fastest_way():
     assert readme.cards_table([rivals, run]).splitlines()[2:] == fastest
 
 
+def test_the_readme_has_whole_videos_from_a_prompt_or_else_from_embeddings():
+    names = "wan2.1-1.3b-decoded", "wan2.1-1.3b-decoded-sparse"
+    runs = {name: copy.deepcopy(MEASURED[name]) for name in ("wan2.1-1.3b", *names)}
+    for name, total in zip(names, (2.25, 1.25), strict=True):
+        runs[name]["settings"].pop("tokens", None)
+        (patched,) = (one for one in runs[name]["variants"] if one["name"] == "patched")
+        patched["timings"]["total"] = total
+    line = " ".join(readme.headline({"gpu": "GPU X", "runs": runs}).split())
+    assert "A 4-step video, embeddings to frames, takes 2.25 s (exact) and 1.25 s (sparse); with" in line
+    runs[names[1]]["settings"]["tokens"] = 512
+    line = " ".join(readme.headline({"gpu": "GPU X", "runs": runs}).split())
+    assert "A 4-step video, prompt to frames, takes 1.25 s (sparse); with" in line
+
+
 def test_a_vae_alone():
     text = vae_table(run := vae_run())
     assert "| decode | patched | 0.900 | 2.22× | 1.67× | 0.90 |  | 1.0e-02 |  |" in text
@@ -333,6 +350,18 @@ def test_a_vae_alone():
     assert "| decode | patched, 8 bits | 0.500 | 4.00× | 3.00× | 0.90 |  | 1.0e-02 | 43.2 |" in vae_table(run)
     row.update(seconds=0.8, psnr=41.9)
     assert "| 0.800 | 2.50× ✗ | 1.88× ✗ | 0.90 |  | 1.0e-02 | 41.9 ✗ |" in vae_table(run)
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.09, "0.090"), (0.11, "0.110 ✗")])
+def test_output_as_pil_is_no_slower_than_as_numpy(seconds, shown):
+    run = vae_run()
+    times = {"output, numpy": (0.3, 0.1), "output, PIL": (0.4, seconds)}
+    for work, each in times.items():
+        for variant, time in zip(("unpatched", "patched"), each, strict=True):
+            run["vae"].append({**run["vae"][0], "work": work, "variant": variant, "seconds": time, "error": None})
+    text = vae_table(run)
+    assert "| output, numpy | patched | 0.100 | 3.00× |  |" in text
+    assert f"| output, PIL | patched | {shown} | {0.4 / seconds:.2f}× |  |" in text
 
 
 def test_the_hosts_memory():
