@@ -1,0 +1,34 @@
+"""When the frames of a video are decoded on the GPU, so that the first ones leave it while later ones are decoded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Mark(NamedTuple):
+    """The first frames of a video are written once an event has happened. version: the video's when it was recorded."""
+
+    frames: int
+    event: torch.cuda.Event
+    version: int
+
+
+_MARKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # as attributes, torch.save would fail at the events
+
+
+def mark_finished(video: torch.Tensor, frames: int) -> None:
+    """Note that the current stream has written the first frames of a video [B, C, F, H, W], if it is on a GPU."""
+    if video.is_cuda and not video.is_inference():  # inference tensors do not count their versions
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(video.device))
+        _MARKS.setdefault(video, []).append(Mark(frames, event, video._version))
+
+
+def marks_of(video: torch.Tensor) -> list[Mark]:
+    """Return the marks of a whole video, with growing numbers of frames. There are none if it was written to since."""
+    marks = _MARKS.get(video, [])
+    is_whole = bool(marks) and marks[-1].frames == video.shape[2] and marks[-1].version == video._version
+    return marks if is_whole else []
