@@ -115,14 +115,13 @@ MEMORY_TARGETS = {
     "wan2.1-14b-4-layers-quantized": (EXACT_PATCH, 1.0),
     "wan2.2-5b-8-layers-quantized": (EXACT_PATCH, 1.0),
 }
-# The targets of a patched decoding (a speed-up over a variant's), of a whole video (a speed-up over torch.compile), and
-# of its stages (seconds), also with a tiny VAE.
+# The targets of a patched decoding (a speed-up over a variant's), and of a whole video's stages (seconds, and speed-ups
+# over a variant's), also with a tiny VAE.
 DECODE_TARGETS = {
     "wan2.1-1.3b-decoded": {"torch.compile": 1.75},
     "wan2.1-14b-1-layer-decoded": {"unpatched": 3.0, "torch.compile": 1.6},
     "wan2.2-5b-1-layer-decoded": {"unpatched": 2.0, "torch.compile": 1.25},
 }
-TOTAL_TARGETS = {"wan2.2-5b-decoded": 1.5, "wan2.2-5b-decoded-quantized": 2.0}
 STAGE_LIMITS = {
     "wan2.1-1.3b-decoded": {"vae_decode": 0.5, "output": 0.1, "total": 2.2},
     "wan2.1-1.3b-decoded-quantized": {"total": 1.65},
@@ -131,6 +130,15 @@ STAGE_LIMITS = {
     "wan2.1-1.3b-decoded-8-bit-vae-quantized": {"total": 1.45},
     "wan2.1-1.3b-decoded-4-gpus": {"total": 0.8},
     "wan2.1-1.3b-decoded-sparse-4-gpus": {"total": 0.42},
+    "wan2.2-5b-1-layer-decoded": {"vae_decode": 2.0},
+    "wan2.2-5b-decoded": {"vae_decode": 2.0},
+    "wan2.2-5b-decoded-quantized": {"vae_decode": 2.0},
+}
+STAGE_TARGETS = {
+    "wan2.2-5b-decoded": {"total": {COMPILED: 1.5}},
+    "wan2.2-5b-decoded-quantized": {"total": {COMPILED: 2.0}},
+    "wan2.1-1.3b-decoded-8-bit-vae-quantized": {"vae_decode": {EXACT_PATCH: 1.5}},
+    "wan2.1-1.3b-decoded-8-bit-vae-sparse": {"vae_decode": {EXACT_PATCH: 1.5}},
 }
 TINY_VAE_LIMITS = {"wan2.1-1.3b-decoded-sparse": {"total": 0.6}}
 ACCURACY_FACTOR = EXACT.limits.factor  # the limit of a step's error to fp32, as a multiple of torch.compile's
@@ -186,7 +194,7 @@ def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> lis
     limit = STAGE_LIMITS.get(name, {}).get(stage, seconds["patched"])
     shown = [f"{seconds[variant]:.2f}" if variant in seconds else "not run" for variant in variants]
     shown[-1] = marked(shown[-1], seconds["patched"] > limit)
-    targets = DECODE_TARGETS.get(name, {}) if vae else {COMPILED: TOTAL_TARGETS.get(name, 0.0)}
+    targets = DECODE_TARGETS.get(name, {}) if vae else STAGE_TARGETS.get(name, {}).get(stage, {})
     speedups = [speedup(seconds.get(rival), seconds["patched"], targets.get(rival, 0.0)) for rival in variants[:-1]]
     label = _whole_video(run) if vae is None else f"decoding alone, {vae}, {_size(run)}"
     return [label, *shown, *speedups, _ratio(timings["patched"]["peak_memory"], timings["unpatched"]["peak_memory"])]
@@ -310,16 +318,20 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
     for variant, shown in names_of(run).items():
         timings, is_ours = timings_of[variant], variant == PATCHED
         targets, limits = DECODE_TARGETS.get(name, {}) if is_ours else {}, limits_of.get(variant, {}).get(name, {})
-        over_compile = TOTAL_TARGETS.get(name, 0.0) if is_ours else 0.0
         text = f"{timings['text_encoding']:.3f}" if start_of(run) == "prompt" else ""
         stages = {"steps": sum(timings["steps"]), **{key: timings[key] for key in ("vae_decode", "output", "total")}}
-        seconds = [marked(f"{value:.2f}", value > limits.get(key, value)) for key, value in stages.items()]
+        over = STAGE_TARGETS.get(name, {}) if is_ours else {}
+        seconds = [
+            marked(f"{value:.2f}", value > limits.get(key, value)) + _over_rivals(run, key, value, over.get(key, {}))
+            for key, value in stages.items()
+        ]
         rivals = ("unpatched", "torch.compile")
-        speedups = [speedup(totals.get(COMPILED), totals[variant], over_compile)]
+        speedups = [speedup(totals.get(COMPILED), totals[variant], 0.0)]
         speedups += [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
-        asked = [f"total {over_compile}×"] if over_compile else []
-        asked += [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
+        asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
         asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
+        for key, others in over.items():
+            asked += [f"{key.removeprefix('vae_')} {least}× over {rival}" for rival, least in others.items()]
         limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
         memory = marked(gibibytes(peak := timings["peak_memory"]), is_ours and peak is not None and peak > most_memory)
         is_counted = run.get("decode_flops") and variant != TINY_VAE
@@ -327,6 +339,12 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
         cells = [text, *seconds, *speedups, rate, " / ".join(asked), memory]
         label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
         yield [label, shown, *cells, _step_error(errors[variant], limit)]
+
+
+def _over_rivals(run: dict, stage: str, seconds: float, targets: dict[str, float]) -> str:
+    """Return a stage's speed-ups over variants in brackets, with ✗ where they miss their targets."""
+    rivals = {variant["name"]: variant["timings"][stage] for variant in run["variants"] if variant["name"] in targets}
+    return "".join(f" ({speedup(other, seconds, targets[name])} over {name})" for name, other in rivals.items())
 
 
 def _error_limit(run: dict, compiled: float | None) -> float | None:

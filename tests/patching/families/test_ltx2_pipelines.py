@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
+from tests.official_ltx2 import official_ltx2
 from tests.oracle import relative_error
 from tests.tiny_ltx2 import LTX2_PIPELINES, tiny_ltx2_call, tiny_ltx2_pipeline
 from turbo_rcm_patch.bench.cases import add_random_projections
@@ -37,25 +38,32 @@ def test_every_pipeline_makes_the_same_video_and_sound(kind, on):
 
 
 def lora_tensors(transformer):
-    """A LoRA of both streams and of the attentions between them, in the format that diffusers saves."""
+    """A LoRA of both streams, the attentions between them and layers before the blocks, as diffusers saves it."""
     generator, tensors = torch.Generator().manual_seed(6), {}
-    for path in ("attn1.to_q", "audio_attn2.to_v", "audio_to_video_attn.to_out.0", "ff.net.2", "audio_ff.net.0.proj"):
-        for index in range(len(transformer.transformer_blocks)):
-            out_features, in_features = transformer.transformer_blocks[index].get_submodule(path).weight.shape
-            name = f"transformer.transformer_blocks.{index}.{path}"
-            tensors[f"{name}.lora_A.weight"] = 0.2 * torch.randn(4, in_features, generator=generator)
-            tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(out_features, 4, generator=generator)
+    parts = ("attn1.to_q", "audio_attn2.to_v", "audio_to_video_attn.to_out.0", "ff.net.2", "audio_ff.net.0.proj")
+    blocks = range(len(transformer.transformer_blocks))
+    inside = [f"transformer_blocks.{index}.{part}" for part in parts for index in blocks]
+    for path in (*inside, "time_embed.linear", "audio_proj_in"):
+        out_features, in_features = transformer.get_submodule(path).weight.shape
+        tensors[f"transformer.{path}.lora_A.weight"] = 0.2 * torch.randn(4, in_features, generator=generator)
+        tensors[f"transformer.{path}.lora_B.weight"] = 0.2 * torch.randn(out_features, 4, generator=generator)
     return tensors
 
 
-def test_a_lora_from_a_file():
+def authors_name(key):
+    return f"diffusion_model.{official_ltx2(key.removeprefix('transformer.'))}"
+
+
+@pytest.mark.parametrize("name_of", [str, authors_name], ids=["diffusers' names", "the authors' names"])
+def test_a_lora_from_a_file(name_of):
     plain, patched = tiny_ltx2_pipeline(), tiny_ltx2_pipeline()
     call = lambda pipe: pipe(**tiny_ltx2_call(num_inference_steps=1))  # noqa: E731
     base = call(plain)
     patch = trp.patch(patched)
-    lora = lora_tensors(plain.transformer)
+    lora = {name_of(key): tensor for key, tensor in lora_tensors(plain.transformer).items()}
     for pipe in (plain, patched):
         pipe.load_lora_weights(dict(lora), adapter_name="l")
+        assert sum(hasattr(module, "lora_A") for module in pipe.transformer.modules()) == len(lora) // 2
     expected = call(plain)
     assert relative_error(expected[0], base[0]) > 0.01
     assert_same(call(patched), expected)

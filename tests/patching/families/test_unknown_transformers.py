@@ -1,9 +1,20 @@
-"""Pipelines whose transformer no family knows: their VAE is patched, and the summary says what is not."""
+"""Pipelines whose transformer no family knows: their VAE is patched, and the summary says what is not.
 
+At the end are all pipelines of diffusers with a VAE that can be patched.
+"""
+
+import functools
+import inspect
+import typing
+from unittest import mock
+
+import diffusers
 import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     QwenImagePipeline,
@@ -11,10 +22,12 @@ from diffusers import (
     SanaVideoPipeline,
     SanaVideoTransformer3DModel,
 )
+from diffusers.configuration_utils import FrozenDict
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.tiny_vae import tiny_vae
+from tests.tiny_families import EACH_MODEL, tiny_family_transformer
+from tests.tiny_vae import decode, tiny_latents, tiny_vae
 from tests.tiny_wan import seeded, tiny_wan_pipeline
 from turbo_rcm_patch.patching.families.vae.forward import vae_state
 
@@ -141,3 +154,66 @@ def test_a_known_transformer_that_cannot_be_patched_is_refused():
     with pytest.raises(trp.PatchError, match="patch the model before compiling it"):
         trp.patch(pipe)
     assert vae_state(pipe.vae) is None
+
+
+VAES = {AutoencoderKLWan: "wan 2.1", AutoencoderKLQwenImage: "qwen image"}
+
+
+def classes_of(pipeline, name):
+    """The classes that a pipeline's component may have, by the annotation of its argument."""
+    parameters = inspect.signature(pipeline).parameters
+    return typing.get_args(parameters[name].annotation) or (parameters[name].annotation,) if name in parameters else ()
+
+
+ALL = [getattr(diffusers, name) for name in dir(diffusers) if name.endswith("Pipeline")]
+WITH_OUR_VAE = [pipeline for pipeline in ALL if VAES.keys() & set(classes_of(pipeline, "vae"))]
+
+
+@functools.cache
+def known_transformers():
+    return {type(tiny_family_transformer(name)): name for name in ("wan", *EACH_MODEL)}
+
+
+def tiny_pipeline(cls):
+    """A pipeline with a tiny VAE, and a tiny transformer of a known family or one without any layers.
+
+    Mocks stand for the other components.
+    """
+    transformer_class = next(each for each in classes_of(cls, "transformer") if each is not type(None))
+    if transformer_class in known_transformers():
+        transformer = tiny_family_transformer(known_transformers()[transformer_class])
+    else:
+        transformer = transformer_class.__new__(transformer_class)
+        torch.nn.Module.__init__(transformer)
+        transformer._internal_dict = FrozenDict(patch_size=(1, 2, 2), patch_size_t=1)
+    vae = next(tiny_vae(VAES[each]) for each in classes_of(cls, "vae") if each in VAES)
+    parameters = inspect.signature(cls).parameters.items()
+    # Cosmos's own safety checker, the default, needs a package that pip does not install here.
+    needed = [name for name, each in parameters if each.default is each.empty or name == "safety_checker"]
+    parts = {name: mock.MagicMock() for name in needed}
+    return cls(**{**parts, "transformer": transformer, "vae": vae, "scheduler": FlowMatchEulerDiscreteScheduler()})
+
+
+@pytest.mark.parametrize("cls", WITH_OUR_VAE, ids=lambda cls: cls.__name__)
+def test_every_pipeline_with_such_a_vae(cls):
+    pipe, latents = tiny_pipeline(cls), tiny_latents(frames=2, batch=1)
+    expected, before = decode(pipe.vae, latents), set(vars(pipe.vae))
+    transformer = type(pipe.transformer)
+    with trp.patch(pipe) as patch:
+        line, _, rest = patch.summary().partition("\n")
+        assert f"vae: {type(pipe.vae).__name__}, decoder, float32 on cpu" in rest
+        if transformer in known_transformers():
+            assert line.startswith(f"transformer: {transformer.__name__}, 2 blocks")
+        else:
+            unknown = "as without the patch: its class is unknown; only the VAE is patched"
+            assert line == f"transformer: {transformer.__name__}, {unknown}"
+        assert relative_error(decode(pipe.vae, latents), expected) <= 1e-5
+        assert not vae_state(pipe.vae).eager
+    assert set(vars(pipe.vae)) == before
+    assert torch.equal(decode(pipe.vae, latents), expected)
+
+
+def test_pipelines_of_every_model_with_such_a_vae_are_found():
+    names = "Wan SkyReelsV2 ChronoEdit AnyFlow Helios LucyEdit Cosmos2VideoToWorld Cosmos3Omni JoyImageEdit MotifVideo"
+    names += " SanaVideo BriaFibo QwenImage Krea2 NucleusMoEImage"
+    assert {f"{name}Pipeline" for name in names.split()} <= {cls.__name__ for cls in WITH_OUR_VAE}

@@ -69,7 +69,8 @@ def bf16_timestep(t):
     return 1000 * (t.sin() / (t.cos() + t.sin()))
 
 
-@pytest.mark.parametrize(("patched", "steps", "seed"), [(True, 2, 6), (False, 4, 5)])
+@pytest.mark.parametrize("seed", [5, 6])
+@pytest.mark.parametrize(("patched", "steps"), [(True, 1), (True, 2), (False, 4)])
 def test_both_streams_equal_the_published_algorithm(steps, seed, patched):
     pipe = tiny_ltx2_pipeline()
     if patched:

@@ -176,7 +176,7 @@ def test_the_newest_gpu_is_first_and_begins_with_a_summary(tmp_path):
 
 def test_every_target_is_of_a_measurement():
     targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
-    targets += (steps.TOTAL_TARGETS, steps.TINY_VAE_LIMITS)
+    targets += (steps.STAGE_TARGETS, steps.TINY_VAE_LIMITS)
     assert {name for table in targets for name in table} | {name for name, *_ in steps.SHORT_SECONDS} <= set(all_runs())
 
 
@@ -362,6 +362,56 @@ def test_output_as_pil_is_no_slower_than_as_numpy(seconds, shown):
     text = vae_table(run)
     assert "| output, numpy | patched | 0.100 | 3.00× |  |" in text
     assert f"| output, PIL | patched | {shown} | {0.4 / seconds:.2f}× |  |" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "variant", "seconds", "shown"),
+    [
+        ((81, 480, 832), "tiny VAE", 0.0601, "0.060 ✗"),
+        ((81, 480, 832), "tiny VAE", 0.06, "0.060"),
+        ((81, 720, 1280), "tiny VAE", 0.2, "0.200"),
+        ((121, 704, 1280), "patched", 2.1, "2.100 ✗"),
+        ((121, 704, 1280), "patched", 2.0, "2.000"),
+        ((81, 480, 832), "patched", 2.1, "2.100"),
+    ],
+)
+def test_seconds_that_a_decode_may_take(size, variant, seconds, shown):
+    run = vae_run()
+    run["settings"] |= dict(zip(("num_frames", "height", "width"), size, strict=True))
+    decode = run["vae"][2]
+    decode["seconds"] = seconds
+    run["vae"].append({**decode, "variant": variant})
+    text = vae_table(run)
+    assert f"| decode | {variant} | {shown} |" in text
+    assert ("a decode in" in text) == (size != (81, 720, 1280))
+
+
+def test_offloaded_steps_are_compared_with_resident_ones_of_their_tier():
+    run = copy.deepcopy(OFFLOADED)
+    rows = run["offloaded_steps"]
+    rows.append({**rows[1], "tier": "exact"})
+    text = ops.group_offload_table(run)
+    assert "| quantized | resident | 1.60 | 1.00× | 15.00 |" in text
+    assert "| quantized | offloading enabled after the patch | 1.70 | 1.06× | 3.00 |" in text
+    assert "| exact | offloading enabled after the patch | 1.70 |  | 3.00 |" in text
+    rows[1]["step_seconds"] = 1.77
+    assert "| 1.77 | 1.11× ✗ | 3.00 |" in ops.group_offload_table(run)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tokens", "seconds", "shown"),
+    [
+        ("patched", 512, 0.0151, "15.1 ✗"),
+        ("patched", 512, 0.015, "15.0"),
+        ("patched", 96, 0.02, "20.0"),
+        ("patched, CUDA graph", 512, 0.02, "20.0 ✗"),
+        ("transformers", 512, 0.04, "40.0"),
+        ("patched, streaming", 512, 0.2, "200.0"),
+    ],
+)
+def test_the_text_encoders_time(variant, tokens, seconds, shown):
+    row = {**TEXT_ENCODER["rows"][0], "variant": variant, "tokens": tokens, "seconds": seconds}
+    assert f"| {variant} | {tokens} | {shown} | 7.00 |" in cards.text_encoder_table({**TEXT_ENCODER, "rows": [row]})
 
 
 def test_the_hosts_memory():
