@@ -38,7 +38,7 @@ VAE = ("scripts/benchmarks/vae.py", "--config")
 THRICE = ("--repeats", "3")
 DECODED = ("--layers", "1", "--steps", "1", "--decode", *THRICE)  # for the VAE's sake
 PROMPT_TO_FRAMES = ("--prompt", "--decode", *THRICE)
-WHOLE_VIDEO = (*END_TO_END, "wan2.1-1.3b", *PROMPT_TO_FRAMES)
+WHOLE_VIDEO = (*END_TO_END, "wan2.1-1.3b", *PROMPT_TO_FRAMES, "--other-vaes")
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
 CARDS = ("scripts/benchmarks/small_cards.py", "--config")
@@ -148,8 +148,7 @@ MEASUREMENTS = {
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", *EACH_TIER),
     "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *THRICE, *BLOCK_SPARSE, "--mass", "0.95"),
     "wan2.1-1.3b-block-sparse-unstructured": (*END_TO_END, "wan2.1-1.3b", *EVEN_ATTENTION, *BLOCK_SPARSE),
-    "wan2.1-1.3b-decoded": (*WHOLE_VIDEO, "--tiny-vae", "--preset", "exact", "quantized", "sparse"),
-    "wan2.1-1.3b-decoded-8-bit-vae": (*WHOLE_VIDEO, "--vae", "8bit", "--preset", "quantized", "sparse"),
+    "wan2.1-1.3b-decoded": (*WHOLE_VIDEO, "--preset", "exact", "quantized", "sparse"),
     "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),
     "wan2.1-1.3b-1-layer-decoded-fp32-vae": (*END_TO_END, "wan2.1-1.3b", *DECODED, "--vae-dtype", "float32"),
     "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *DECODED),

@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.benchmarks.end_to_end import TINY_VAE, WITHOUT_GRAPHS
+from scripts.benchmarks.end_to_end import IN_8_BITS, TINY_VAE, WITHOUT_GRAPHS
 from scripts.benchmarks.lora import BESIDE_A_LORA
 from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, EXACT_PATCH, PATCHED, UNPATCHED
 from turbo_rcm_patch.patching.families import CASES
@@ -63,7 +63,7 @@ def names_of(run: dict) -> dict[str, str]:
     """Return the names of a run's variants that ran, in order."""
     tier = tier_of_run(run)
     rivals = {} if tier == "exact" else QUANTIZED_RIVALS
-    beside = {name: name for name in (WITHOUT_GRAPHS, TINY_VAE, *BESIDE_A_LORA)}
+    beside = {name: name for name in (WITHOUT_GRAPHS, IN_8_BITS, TINY_VAE, *BESIDE_A_LORA)}
     names = {**NAMES, **rivals, "patched": f"patched ({tier})", **beside}
     ran = {variant["name"] for variant in run["variants"]}
     return {name: shown for name, shown in names.items() if name in ran}

@@ -71,9 +71,7 @@ def _seconds(runs: dict, model: str) -> str:
     They are those from a prompt, or from embeddings if there are none.
     """
     videos = [
-        run
-        for run in whole_videos(runs).values()
-        if title_of(run) == model and not {"vae", "vae_dtype"} & run["settings"].keys()
+        run for run in whole_videos(runs).values() if title_of(run) == model and "vae_dtype" not in run["settings"]
     ]
     if not videos:
         return ""

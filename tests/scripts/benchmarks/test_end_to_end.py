@@ -32,7 +32,7 @@ def test_it_checks_its_presets_first(capsys):
         (["exact", "quantised"], "invalid choice: 'quantised'"),
         (["sparse"], "--mass is of block"),
         (["sparse", "--unstructured"], "--mass is of block"),
-        (["block_sparse", "--tiny-vae"], "give --decode too"),
+        (["block_sparse", "--other-vaes"], "give --decode too"),
         (["block_sparse", "--lora", "4", "--prompt"], "leave --prompt out"),
         (["block_sparse", "--config", "tiny-ltx2", "--prompt"], "--prompt is for Wan's models"),
     ):
@@ -41,42 +41,47 @@ def test_it_checks_its_presets_first(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_another_mass_and_a_vae_in_8_bits(tmp_path):
+def test_another_mass(tmp_path):
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile"]
     preset = ("--preset", "block_sparse", "--mass", "0.5")
-    assert end_to_end.main([*options, *preset, "--vae", "8bit", "--json", str(json_path)]) == 0
+    assert end_to_end.main([*options, *preset, "--json", str(json_path)]) == 0
     result = json.loads(json_path.read_text())
-    assert (result["settings"]["mass"], result["settings"]["vae"]) == (0.5, "8bit")
-    assert 'vae="8bit": ' in result["patch_summary"]
+    assert result["settings"]["mass"] == 0.5
 
 
 @pytest.mark.usefixtures("small_encoder")
-def test_from_a_prompt_with_two_vaes(tmp_path, monkeypatch, capsys):
+def test_from_a_prompt_with_three_vaes(tmp_path, monkeypatch, capsys):
     """Patched variants have a patched text encoder. No frames are compared with the tiny VAE's."""
-    encoders = []
+    encoders, decoders = [], []
     patch_text_encoder = end_to_end.patch_text_encoder
     monkeypatch.setattr(network, "WIDTHS", WIDTHS)
     monkeypatch.setattr(
         end_to_end, "patch_text_encoder", lambda pipe: encoders.append(patch_text_encoder(pipe)) or encoders[-1]
     )
+    patch = end_to_end.patch
+    monkeypatch.setattr(end_to_end, "patch", lambda pipe, config: decoders.append(config.vae) or patch(pipe, config))
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--decode"]
-    options += ["--prompt", "--tiny-vae", "--preset", "sparse", "--json", str(json_path)]
+    options += ["--prompt", "--other-vaes", "--preset", "sparse", "--json", str(json_path)]
     assert end_to_end.main(options) == 0
     result = json.loads(json_path.read_text())
     assert (result["settings"]["tokens"], result["settings"]["structured"]) == (512, True)
     of = {variant["name"]: variant for variant in result["variants"]}
-    assert list(of) == [variants.UNPATCHED, variants.EXACT_PATCH, variants.PATCHED, end_to_end.TINY_VAE]
+    assert list(of) == [
+        *(variants.UNPATCHED, variants.EXACT_PATCH, variants.PATCHED),
+        *(end_to_end.IN_8_BITS, end_to_end.TINY_VAE),
+    ]
+    assert (decoders.count(True), decoders.count("8bit")) == (3 * 2, 2)
     assert all(variant["timings"]["text_encoding"] > 0 for variant in of.values())
     assert of[variants.EXACT_PATCH]["latents"]["relative_l2"] < 1e-4
     assert of[variants.PATCHED]["frames"]["psnr_db"] > 0
     assert of[end_to_end.TINY_VAE]["latents"] == of[variants.PATCHED]["latents"]
     assert of[end_to_end.TINY_VAE]["frames"] is result["difference_gain"] is None
-    assert len(encoders) == 3 * 2  # a warm-up and a repeat of each
+    assert len(encoders) == 4 * 2  # a warm-up and a repeat of each
     assert not any(encoder.active for encoder in encoders)
     (psnr,) = (line for line in capsys.readouterr().out.splitlines() if "PSNR" in line)
-    assert psnr.count("dB") == 2
+    assert psnr.count("dB") == 3
 
 
 def test_block_sparse_attention_on_unstructured_numbers(tmp_path, monkeypatch):

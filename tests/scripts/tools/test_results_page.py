@@ -176,7 +176,7 @@ def test_the_newest_gpu_is_first_and_begins_with_a_summary(tmp_path):
 
 def test_every_target_is_of_a_measurement():
     targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
-    targets += (steps.STAGE_TARGETS, steps.TINY_VAE_LIMITS)
+    targets += (steps.STAGE_TARGETS, steps.VAE_8BIT_LIMITS, steps.TINY_VAE_LIMITS)
     assert {name for table in targets for name in table} | {name for name, *_ in steps.SHORT_SECONDS} <= set(all_runs())
 
 
