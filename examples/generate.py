@@ -7,6 +7,7 @@ python examples/generate.py --model PATH_OR_ID    # Wan weights distilled for fe
 import argparse
 import sys
 
+from turbo_rcm_patch.cli.arguments import check_video
 from turbo_rcm_patch.cli.errors import why_not_loaded
 from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
@@ -22,15 +23,17 @@ parser.add_argument("--model", help="a Wan text-to-video pipeline in diffusers f
 parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FRAMES"))
 parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
+check_video(parser, options)
 
+device = "cuda" if torch.cuda.is_available() else "cpu"
 if options.model:
     try:
-        pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16).to("cuda")
+        pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16).to(device)
     except OSError as error:
         sys.exit(f"cannot load {options.model}: {why_not_loaded(error)}")
     prompt, size = "A red fox leaps through fresh snow, slow motion", (480, 832, 81)
 else:
-    pipe = load_embedded_pipeline()
+    pipe = load_embedded_pipeline(device=device)
     prompt, size = "a large red circle moves up slowly while a small blue square moves left, on white", (160, 224, 17)
 
 use_rcm(pipe)

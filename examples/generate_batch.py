@@ -25,10 +25,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from turbo_rcm_patch.cli.arguments import add_distilled_options, add_generation_options
+from turbo_rcm_patch.cli.arguments import add_distilled_options, add_frame_rate, add_generation_options, as_path
 from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.errors import CommandError, exit_code, user_errors
-from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
+from turbo_rcm_patch.cli.files import Sound, check_ffmpeg, write_video
 from turbo_rcm_patch.cli.other_warnings import without_other_warnings
 
 # PyTorch and diffusers are imported in functions, so that bad input is refused at once.
@@ -126,8 +126,10 @@ def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Vide
     begin = time.perf_counter()
     with writing_in(options.out):
         remove_leftovers(options.out, video)
-    pieces = pieces_on_cpu(made.frames[0], to_8_bits)
-    write_video(options.out / video.name, (piece.numpy() for piece in pieces), options.fps)
+    pieces, sound = pieces_on_cpu(made.frames[0], to_8_bits), None
+    if made.sound is not None:
+        sound = Sound(made.sound[0].float().cpu().numpy(), pipe.vocoder.config.output_sampling_rate)
+    write_video(options.out / video.name, (piece.numpy() for piece in pieces), options.fps, sound)
     seconds = {**asdict(made.timings), "writing": time.perf_counter() - begin}
     peak_memory = seconds.pop("peak_memory")
     line = {"file": video.name, "prompt": video.prompt, "seed": video.seed}
@@ -152,7 +154,8 @@ def remove_leftovers(folder: Path, video: Video) -> None:
 def check(options: argparse.Namespace) -> list[Video]:
     """Return the videos asked for. Raises CommandError for anything wrong with the options."""
     check_generation(options)
-    check_at_least_one("--fps", options.fps)
+    if options.fps is not None:
+        check_at_least_one("--fps", options.fps)
     check_at_least_one("--seeds", options.seeds)
     check_ffmpeg()
     if not options.prompts.is_file():
@@ -214,10 +217,10 @@ def append_line(path: Path, content: dict[str, object]) -> None:
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", type=Path, help="a text file with a prompt a line")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write the videos in")
+    parser.add_argument("prompts", type=as_path, help="a text file with a prompt a line")
+    parser.add_argument("--out", type=as_path, required=True, help="the folder to write the videos in")
     parser.add_argument("--seeds", type=int, default=1, help="videos of each prompt: --seed, and those after it")
-    parser.add_argument("--fps", type=int, default=16, help="frames per second of the videos (default 16)")
+    add_frame_rate(parser)
     add_distilled_options(parser)
     add_generation_options(parser)
     parser.set_defaults(command="generate", prompt=None, no_patch=False, patched=None)

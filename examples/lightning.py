@@ -8,6 +8,7 @@ python examples/lightning.py --loras high.safetensors low.safetensors     # othe
 import argparse
 import sys
 
+from turbo_rcm_patch.cli.arguments import check_video
 from turbo_rcm_patch.cli.errors import why_not_loaded
 from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
@@ -28,6 +29,7 @@ parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FR
 parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
 parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
+check_video(parser, options)
 
 # The VAE too is loaded in bf16: in fp32 its convolutions would be PyTorch's.
 try:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 
+from turbo_rcm_patch.cli.arguments import check_video
 from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
 with quiet_imports():  # other packages warn while they are imported
@@ -39,6 +40,7 @@ def make_video(arguments):
     parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FRAMES"))
     parser.add_argument("--output", default="video.mp4")
     options = parser.parse_args(arguments)
+    check_video(parser, options)
     if "LOCAL_RANK" not in os.environ:
         sys.exit("start this file by: torchrun --nproc-per-node 2 examples/parallel.py")
     if torch.accelerator.device_count() == 0:

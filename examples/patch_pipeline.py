@@ -10,7 +10,8 @@ with quiet_imports():  # other packages warn while they are imported
 
     from turbo_rcm_patch import Exact, load_embedded_pipeline, patch, use_rcm
 
-pipe = load_embedded_pipeline()  # or your WanPipeline.from_pretrained(...)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+pipe = load_embedded_pipeline(device=device)  # or your WanPipeline.from_pretrained(...).to(device)
 use_rcm(pipe)  # leave this out to keep your own scheduler
 
 

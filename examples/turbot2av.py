@@ -8,8 +8,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from turbo_rcm_patch.cli.arguments import check_video
 from turbo_rcm_patch.cli.errors import why_not_loaded
 from turbo_rcm_patch.cli.quiet_imports import quiet_imports
+from turbo_rcm_patch.cli.sizes import SizeRules
 
 with quiet_imports():  # other packages warn while they are imported
     import torch
@@ -28,6 +30,7 @@ parser.add_argument("--prompt", default="A red fox leaps through fresh snow, slo
 parser.add_argument("--size", type=int, nargs=3, default=(512, 768, 121), metavar=("HEIGHT", "WIDTH", "FRAMES"))
 parser.add_argument("--output", type=Path, default="video.mp4")
 options = parser.parse_args()
+check_video(parser, options, SizeRules(height=32, width=32, temporal=8))
 if not Path(options.weights).exists():  # before LTX-2 is downloaded
     parser.error(f"{options.weights}: no such file; download TurboT2AV's model.pth first.")
 

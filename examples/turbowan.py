@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from turbo_rcm_patch.cli.arguments import check_video
 from turbo_rcm_patch.cli.errors import why_not_loaded
 from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
@@ -29,6 +30,7 @@ parser.add_argument("--prompt", default="A red fox leaps through fresh snow, slo
 parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FRAMES"))
 parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
+check_video(parser, options)
 if missing := [path for path in options.weights if not Path(path).exists()]:  # before Wan is downloaded
     parser.error(f"{missing[0]}: no such file; download TurboWan's weights first.")
 if (len(options.weights) == 2) != (options.image is not None):

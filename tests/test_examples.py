@@ -43,6 +43,26 @@ def test_generate(run_example, tmp_path, capsys):
     assert "6 blocks" in capsys.readouterr().out
 
 
+def test_generate_runs_a_model_on_the_cpu_if_there_is_no_gpu(run_example, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tiny_wan_pipeline().save_pretrained(tmp_path / "model")
+    size = ["--size", "32", "48", "5"]
+    run_example("examples/generate.py", "--model", str(tmp_path / "model"), "--output", "out.mp4", *size)
+    assert iio.imread(tmp_path / "out.mp4").shape == (5, 32, 48, 3)
+
+
+@pytest.mark.parametrize("example", ["generate", "patch_pipeline"])
+def test_the_tiny_model_is_loaded_on_the_gpu_if_there_is_one(run_example, monkeypatch, example):
+    devices = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        turbo_rcm_patch, "load_embedded_pipeline", lambda device: devices.append(device) or sys.exit("loaded")
+    )
+    with pytest.raises(SystemExit, match="loaded"):
+        run_example(f"examples/{example}.py")
+    assert devices == ["cuda"]
+
+
 def test_patch_pipeline(run_example, capsys):
     run_example("examples/patch_pipeline.py")
     *_, patched, partly, restored = capsys.readouterr().out.splitlines()
@@ -121,12 +141,12 @@ def test_turbot2av(run_example, tmp_path, capsys):
     pipe = tiny_ltx2_pipeline_for_prompts()
     pipe.save_pretrained(tmp_path / "model")
     torch.save({"generator": ltx2_state_dict(pipe.transformer, prefix="model.")}, tmp_path / "model.pth")
-    options = ["--model", str(tmp_path / "model"), "--size", "64", "96", "5", "--output", "out.mp4"]
+    options = ["--model", str(tmp_path / "model"), "--size", "64", "96", "9", "--output", "out.mp4"]
     run_example("examples/turbot2av.py", str(tmp_path / "model.pth"), *options, "--attention", "sagesla")
-    assert iio.imread(tmp_path / "out.mp4").shape == (5, 64, 96, 3)
-    assert imageio_ffmpeg.count_frames_and_secs(tmp_path / "out.mp4")[0] == 5
+    assert iio.imread(tmp_path / "out.mp4").shape == (9, 64, 96, 3)
+    assert imageio_ffmpeg.count_frames_and_secs(tmp_path / "out.mp4")[0] == 9
     assert sound_in(tmp_path / "out.mp4", tmp_path)[0].shape[1] == 2
-    assert "SLA 1/2 blocks, no linear part" in capsys.readouterr().out  # of 72 tokens
+    assert "SLA 1/2 blocks, no linear part" in capsys.readouterr().out  # of 108 tokens
 
 
 def test_lightning(run_example, tmp_path, capsys):
@@ -152,6 +172,33 @@ def test_examples_end_in_a_line_without_network(run_example, monkeypatch, exampl
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit, match=r"^cannot load .+: the hub cannot be reached, and this machine has no copy"):
         run_example(f"examples/{example[0]}.py", *example[1:])
+
+
+@pytest.mark.parametrize("example", ["generate", "lightning", "parallel", "turbowan", "turbot2av"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--output", "no/out.mp4"], "--output no/out.mp4: the folder no does not exist; create it first."),
+        (["--output", "out.avi"], "--output out.avi: give a name ending in .mp4."),
+        (["--size", "100", "96", "17"], "--size: height 100 is not divisible by "),
+        (["--size", "64", "96", "16"], "--size: frames 16 is not "),
+    ],
+)
+def test_a_wrong_output_or_size_is_a_usage_error(run_example, capsys, example, wrong, message):
+    """It comes before the weights are looked for, or a model is loaded."""
+    with pytest.raises(SystemExit, match="2"):
+        run_example(f"examples/{example}.py", *(["w.pth"] if "turbo" in example else []), *wrong)
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_ltx2s_sizes_are_those_of_its_vae(run_example, capsys):
+    for size, message in (
+        (["80", "96", "9"], "height 80 is not divisible by 32; try 64"),
+        (["64", "96", "13"], "frames 13 is not 8k+1; try 17"),
+    ):
+        with pytest.raises(SystemExit):
+            run_example("examples/turbot2av.py", "w.pth", "--size", *size)
+        assert f"error: --size: {message}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("example", ["turbowan", "turbot2av"])

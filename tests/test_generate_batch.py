@@ -16,6 +16,8 @@ import pytest
 import torch
 from accelerate.commands import launch
 
+from tests.cli.test_ltx2 import sound_in
+from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import patching
 from turbo_rcm_patch.bench import timing
@@ -176,6 +178,23 @@ def test_other_settings_are_refused_where_nothing_is_missing_too(tmp_path, argum
     made = lines_of(tmp_path / "out")
     assert batch.main([*arguments, "--fps", "16", "--sigma-max", str(made[0]["settings"]["sigma_max"])]) == 0
     assert lines_of(tmp_path / "out") == made
+
+
+def test_the_sound_and_the_rate_are_the_models(tmp_path, arguments):
+    (tmp_path / "prompts.txt").write_text(PROMPTS[0])
+    tiny_ltx2_pipeline_for_prompts().save_pretrained(tmp_path / "ltx2")
+    options = ["--seeds", "1", "--height", "64", "--width", "96", "--model", str(tmp_path / "ltx2")]
+    assert batch.main([*arguments, *options]) == 0
+    (line,) = lines_of(tmp_path / "out")
+    video = tmp_path / "out" / line["file"]
+    assert iio.immeta(video)["fps"] == line["settings"]["fps"] == line["settings"]["frame_rate"] == 24
+    assert sound_in(video, tmp_path)[0].any()
+
+
+def test_the_home_folder_is_found_where_the_shell_left_its_sign(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/fox")
+    options = batch.parse_options(["~/prompts.txt", "--out=~/videos"])
+    assert (options.prompts, options.out) == (Path("/home/fox/prompts.txt"), Path("/home/fox/videos"))
 
 
 def test_videos_of_another_transformer_are_refused_in_a_folder(tmp_path, arguments, capsys):

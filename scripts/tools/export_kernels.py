@@ -75,8 +75,8 @@ A folder is loaded by `kernels.get_local_kernel(Path("folder"))`.
 
 {ops}
 
-- Each op takes `implementation="auto" | "triton" | "torch"`. "auto" runs a kernel on NVIDIA GPUs from sm_80 on, and
-  plain PyTorch elsewhere. `help(ops.linear_skip)` tells shapes, dtypes and errors.
+- Each op except `quantize_weight` takes `implementation="auto" | "triton" | "torch"`. "auto" runs a kernel on NVIDIA
+  GPUs from sm_80 on, and plain PyTorch elsewhere. `help(ops.linear_skip)` tells shapes, dtypes and errors.
 - sm_90 has kernels of its own, in Gluon. Each op picks the first of its kernels that can run.
 - Ops without a backward kernel run as plain PyTorch under autograd.
 - torch.compile takes each op as one custom op.
@@ -84,7 +84,9 @@ A folder is loaded by `kernels.get_local_kernel(Path("folder"))`.
 
 
 def export(folder: Path) -> None:
-    """Write the repository. Raises FileExistsError if the folder has files."""
+    """Write the repository. Raises FileExistsError if the folder has files, or is a file."""
+    if folder.is_file():
+        raise FileExistsError(f"{folder} is a file; give a new folder.")
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; give a new folder.")
     for backend in BACKENDS:
@@ -140,7 +142,7 @@ def main() -> int:
     folder = parser.parse_args().folder
     try:
         export(folder)
-    except FileExistsError as error:
+    except OSError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"wrote {folder}; load it by kernels.get_local_kernel(Path({str(folder)!r}))")

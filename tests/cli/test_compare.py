@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from tests.cli.running import CAPTION, TINY, error_of
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.checks import check_arguments
@@ -44,7 +45,7 @@ def test_an_animated_picture_has_every_frame_and_a_png_three(suffix, tmp_path):
     videos = np.random.default_rng(0).random((2, 5, 32, 48, 3))
     variants = [SimpleNamespace(name=name, video=video) for name, video in zip("ab", videos, strict=True)]
     comparison = SimpleNamespace(variants=variants, difference=lambda: (videos[1], 4))
-    assert write_side_by_side(picture, comparison) == f"wrote {picture}: a, b, and b minus a, times 4"
+    assert write_side_by_side(picture, comparison, 16) == f"wrote {picture}: a, b, and b minus a, times 4"
     if suffix == ".png":
         frames = iio.imread(picture).reshape(3, STRIP + 32, 3 * 48, 3)[:, STRIP:]
         expected = np.concatenate([*videos, videos[1]], axis=2)[[0, 2, 4]]
@@ -53,6 +54,24 @@ def test_an_animated_picture_has_every_frame_and_a_png_three(suffix, tmp_path):
         with Image.open(picture) as image:
             assert (image.size, image.n_frames, image.info["loop"]) == ((3 * 48, STRIP + 32), 5, 0)
     assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_the_videos_play_at_the_given_rate(tmp_path):
+    video = np.random.default_rng(0).random((5, 32, 48, 3))
+    comparison = SimpleNamespace(variants=[SimpleNamespace(name="a", video=video)], difference=lambda: (video, 1))
+    for suffix in (".mp4", ".gif"):
+        write_side_by_side(tmp_path / f"compare{suffix}", comparison, 24)
+    assert iio.immeta(tmp_path / "compare.mp4")["fps"] == 24
+    with Image.open(tmp_path / "compare.gif") as image:
+        assert image.info["duration"] == 40  # milliseconds, which a .gif has in tens
+
+
+def test_compare_takes_the_rate_of_the_model(tmp_path):
+    tiny_wan_pipeline("ti2v").save_pretrained(tmp_path / "ti2v")
+    video = tmp_path / "compare.mp4"
+    options = ["--model", str(tmp_path / "ti2v"), "--no-compile", "--repeats", "1", "--video", str(video)]
+    assert main(["compare", CAPTION, *TINY, *options]) == 0
+    assert iio.immeta(video)["fps"] == 24
 
 
 def test_each_video_is_under_its_name():

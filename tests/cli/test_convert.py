@@ -60,6 +60,22 @@ def test_convert_prints_the_line_that_uses_what_it_wrote(saved_models, tmp_path,
     assert ("linears in 8 bits" in capsys.readouterr().out) == (preset == "quantized")
 
 
+def test_the_lines_run_sparse_linear_attention_where_the_weights_have_it(saved_models, tmp_path, capsys):
+    model, out = tiny_wan_transformer(), tmp_path / "out"
+    torch.save(with_proj_l(official_state_dict(model), model), tmp_path / "model.pth")
+    convert = ["convert", str(tmp_path / "model.pth"), str(out), "--preset", "exact", "--dtype", "float32", *CPU]
+    assert main(convert) == 0
+    printed = capsys.readouterr().out
+    words = words_of_the_line(printed)
+    assert words[-4:] == ["--preset", "sparse", "--recipe", "turbowan"]
+    words[words.index("PIPELINE")] = str(saved_models / "t2v")
+    assert main(["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *words[3:], *TINY, "-v"]) == 0
+    assert "SLA 1/1 blocks" in capsys.readouterr().out
+    pipe = WanPipeline.from_pretrained(saved_models / "t2v")
+    eval(printed.split("or in Python by\n")[1].strip(), {"trp": trp, "pipe": pipe})
+    assert hasattr(pipe.transformer.blocks[0].attn1, "proj_l")
+
+
 def test_the_lines_keep_the_attentions_that_were_kept(saved_models, tmp_path, capsys):
     """The files tell of linears alone."""
     out, keep = tmp_path / "out", ["--keep", "*.processor", "--keep", "blocks.0.ffn.*"]
@@ -165,7 +181,9 @@ def test_a_quant_file_of_turbowan_is_generated_with(saved_models, tmp_path, caps
     command = ["generate", "a fox", "-o", tmp_path / "out.mp4", *given]
     assert main([*map(str, command), "sparse"]) == 0
     assert "to the weights of 20 linears" in capsys.readouterr().out
-    assert "or the preset 'sparse'" in error_of(capsys, *command, "quantized")
+    assert "(it has proj_l), which --preset quantized leaves out; give --preset sparse." in error_of(
+        capsys, *command, "quantized"
+    )
 
 
 def test_both_experts_have_to_be_in_8_bits(tmp_path, capsys):

@@ -9,6 +9,7 @@ import imageio.v3 as iio
 import pytest
 
 from tests.cli.running import CAPTION, error_of
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import demo_videos
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.demo_videos import EMBEDDED_MODEL, DemoVideos, Request
@@ -26,7 +27,7 @@ def maker(tmp_path):
 def without_videos(monkeypatch):
     """Answers have notes alone: the model is loaded, and no video made."""
     monkeypatch.setattr("turbo_rcm_patch.cli.demo_videos.compare", lambda *_, **__: None)
-    monkeypatch.setattr(DemoVideos, "_written", lambda self, comparison, notes: SimpleNamespace(notes=notes))
+    monkeypatch.setattr(DemoVideos, "_written", lambda self, comparison, fps, notes: SimpleNamespace(notes=notes))
 
 
 def test_an_answer_has_both_videos_and_what_they_took(maker):
@@ -60,6 +61,15 @@ def test_the_step_is_told_and_whose_it_is(maker):
     maker.answer(SMALL, lambda share, text: told.append(text))
     assert told[12:] == ["unpatched, step 1 of 1", "unpatched, decoding", "patched, step 1 of 1", "patched, decoding"]
     assert "progress_bar" not in vars(maker._loaded[1])
+
+
+def test_videos_play_at_the_rate_of_their_model(tmp_path):
+    tiny_wan_pipeline("ti2v").save_pretrained(tmp_path / "ti2v")
+    model = str(tmp_path / "ti2v")
+    maker = DemoVideos(parse_arguments(["demo", "--device", "cpu", "--model", model]), tmp_path)
+    for name, fps in ((EMBEDDED_MODEL, 16), (model, 24)):
+        answer = maker.answer(replace(SMALL, model=name))
+        assert iio.immeta(answer.unpatched)["fps"] == iio.immeta(answer.patched)["fps"] == fps
 
 
 @pytest.mark.usefixtures("without_videos")
@@ -148,10 +158,11 @@ def test_what_cannot_be_made_is_a_sentence_before_anything_is_loaded(maker, chan
 def test_it_offers_what_it_was_started_with(tmp_path, saved_models):
     (tmp_path / "x.safetensors").touch()
     lora, model = f"{tmp_path}/x.safetensors", str(saved_models / "t2v")
-    given = ["demo", "--device", "cpu", "--model", model, "--lora", f"{lora}:0.5", "--max-pixels", "9"]
+    loras = ["--lora", f"{lora}:0.5", "--lora", lora]
+    given = ["demo", "--device", "cpu", "--model", model, *loras, "--max-pixels", "9"]
     maker = DemoVideos(parse_arguments(given), tmp_path)
     assert maker.models == [model, EMBEDDED_MODEL]
-    assert maker.loras == {lora: (lora, 0.5)}
+    assert maker.loras == {f"{lora}:0.5": (lora, 0.5), f"{lora}:1": (lora, 1.0)}
     with pytest.raises(CommandError, match="at most 9;"):
         maker.answer(SMALL)
 

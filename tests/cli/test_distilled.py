@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
 from tests import lora_files
 from tests.cli.running import error_of
+from tests.official_names import official_state_dict, with_scales
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.cli.arguments import parse_arguments
@@ -248,10 +250,37 @@ def test_wrong_options_fail_before_anything_is_loaded(models, capsys, nothing_ru
 def test_what_the_files_hold_is_an_error_of_one_line(models, capsys):
     high, _ = loras(models, "wan22")
     argv = ["compare", "--model", models / "wan22", *SMALL]
-    assert "give source=(high, low)" in error_of(capsys, *argv, "--lora", high)
+    assert "two transformers: give --lora HIGH --lora-2 LOW, or a folder" in error_of(capsys, *argv, "--lora", high)
     assert "--steps 3: lightning takes 4 or more steps" in error_of(
         capsys, *argv, "--lora", high, "--lora-2", high, "--steps", "3"
     )
+
+
+def test_advice_is_about_options(models, tmp_path, capsys):
+    """use_distilled and patch give theirs in Python."""
+    argv = ["compare", "--model", models / "wan22", *SMALL]
+    pipe = tiny_wan_pipeline("wan22")
+    style = lora_files.style(pipe.transformer).save(tmp_path / "style.safetensors")
+    line = error_of(capsys, *argv, "--lora", style, "--lora-2", style)
+    assert "cannot be recognised; give how it was distilled as --recipe, one of rcm" in line
+    whole = tmp_path / "whole.safetensors"
+    save_file(official_state_dict(pipe.transformer), whole)
+    line = error_of(capsys, *argv, "--lora", whole, "--lora-2", whole)
+    assert "If it is a whole model, give it as --transformer. Accepted are LoRA files" in line
+    assert "--recipe says how one was distilled: rcm" in line
+    line = error_of(capsys, *argv, "--lora", models / "wan22")
+    assert "is a whole diffusers pipeline, not a LoRA; give it as --model. Accepted" in line
+    line = error_of(capsys, *argv, "--recipe", "turbot2av")
+    assert "--recipe turbot2av is not for WanPipeline; accepted are rcm" in line
+    assert "your own" not in line
+    told = "is a LoRA, not a whole model; give it as --lora, beside the whole model."
+    assert told in error_of(capsys, *argv, "--transformer", style)
+    assert told in error_of(capsys, "convert", style, tmp_path / "out", "--device", "cpu")
+    scaled = tmp_path / "fp8.safetensors"
+    save_file(with_scales(official_state_dict(pipe.transformer)), scaled)
+    sparse = ["--transformer", scaled, "--transformer-2", scaled, "--preset", "sparse"]
+    line = error_of(capsys, "generate", "a fox", "-o", tmp_path / "out.mp4", *argv[1:], *sparse)
+    assert "was trained without sparse-linear attention; give another --preset, such as quantized." in line
 
 
 def test_a_second_lora_needs_a_second_transformer(models, original, capsys):

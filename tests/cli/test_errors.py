@@ -1,6 +1,7 @@
 """Every command refuses wrong options, models and outputs in one line, before it loads or writes anything."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from tests.cli.running import CAPTION, TINY, error_of
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import commands, files, main, pipelines
+from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.errors import CommandError, why_not_loaded
 from turbo_rcm_patch.cli.sizes import size_rules
 
@@ -50,6 +52,28 @@ def test_wrong_options_fail_before_anything_is_loaded(tmp_path, capsys, nothing_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("generate x --model=~/m --transformer=~/m --transformer-2=~/m --image=~/m --tiny-vae=~/m --output=~/m", 6),
+        ("generate x -o ~/m --lora=~/m --lora-2=~/m:0.5 --keep=~/m", 4),
+        ("compare --model=~/m --json=~/m --plot=~/m --video=~/m", 4),
+        ("verify --json=~/m --keep-out=~/m", 2),
+        ("evaluate --model=~/m --json=~/m", 2),
+        ("info --model=~/m --json=~/m", 2),
+        ("convert ~/m ~/m", 2),
+        ("demo --model=~/m --lora=~/m", 2),
+        ("tune --model=~/m", 1),
+    ],
+)
+def test_the_home_folder_is_found_where_the_shell_left_its_sign(monkeypatch, command, names):
+    """The shell expands ~ neither in quotes nor after "="."""
+    monkeypatch.setenv("HOME", "/home/fox")
+    given = str(vars(parse_arguments(command.split())))
+    assert given.count("/home/fox/m'") == names
+    assert "~" not in given
+
+
 def test_a_prompt_without_quotes(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "a", "red", "fox", "-o", "out.mp4"])
@@ -57,6 +81,29 @@ def test_a_prompt_without_quotes(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["info", "--colour"])
     assert "unrecognized arguments: --colour (see" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "unknown"),
+    [
+        ("compare x --no-patch", "--no-patch"),
+        ("compare x --fps 8 y", "--fps 8 y"),
+        ("info foo", "foo"),
+        ("convert a b c", "c"),
+    ],
+)
+def test_an_unknown_option_names_the_commands_help(capsys, given, unknown):
+    with pytest.raises(SystemExit, match="2"):
+        main(given.split())
+    command = f"turbo-rcm {given.split()[0]}"
+    assert capsys.readouterr().err == f"{command}: unrecognized arguments: {unknown} (see {command} --help)\n"
+
+
+def test_the_help_of_convert_names_every_preset_that_it_takes(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["convert", "--help"])
+    of_preset = capsys.readouterr().out.rpartition("--preset PRESET")[2].partition("--format")[0]
+    assert set(trp.PRESETS) <= set(re.findall(r"\w+", of_preset))
 
 
 @pytest.mark.parametrize(

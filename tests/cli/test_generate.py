@@ -13,6 +13,7 @@ import torch
 import turbo_rcm_patch as trp
 from tests.cli.running import ALLOCATOR, CAPTION, TINY, error_of
 from tests.patching.tiny_vae.published import WIDTHS, tiny_file
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.cli import commands, main, pipelines
 from turbo_rcm_patch.cli.errors import CommandError
@@ -50,6 +51,14 @@ def test_generate_writes_the_video_that_the_pipeline_makes(tmp_path, capsys):
     assert np.abs(frames - expected).mean() < 0.06  # what the mp4's compression leaves
     assert np.abs(frames[::-1] - expected).mean() > np.abs(frames - expected).mean()
     assert iio.immeta(output)["fps"] == 8
+
+
+@pytest.mark.parametrize("variant", ["ti2v", "t2v"])
+def test_a_video_plays_at_the_rate_of_its_model(variant, tmp_path):
+    tiny_wan_pipeline(variant).save_pretrained(tmp_path / variant)
+    output = tmp_path / "video.mp4"
+    assert main(["generate", CAPTION, "-o", str(output), *TINY, "--model", str(tmp_path / variant)]) == 0
+    assert iio.immeta(output)["fps"] == {"ti2v": 24, "t2v": 16}[variant]
 
 
 def seconds_of(printed, stage):

@@ -116,6 +116,22 @@ def test_turbot2avs_file_takes_the_transformers_place(model, tmp_path, capsys):
     assert "run patched alone; it goes with generate, without --no-patch" in error_of(capsys, *generate, "--no-patch")
 
 
+def test_its_projections_count_if_they_are_not_zero(model, tmp_path, capsys):
+    """load_turbodiffusion counts them so."""
+    path, weights = tmp_path / "model.pth", ltx2_state_dict(tiny_ltx2_pipeline_for_prompts().transformer)
+    options = ["--model", model, "--transformer", path, *OPTIONS, "--steps", "1"]
+    for number in range(2):
+        name = f"transformer_blocks.{number}.attn1.attention_function.local_attn.proj_l"
+        weights |= {f"{name}.weight": torch.zeros(64, 64), f"{name}.bias": torch.zeros(64)}
+    torch.save(weights, path)
+    generate = list(map(str, ["generate", "a fox barks", "-o", tmp_path / "video.mp4", *options]))
+    assert main(generate) == 0
+    weights[f"{name}.bias"] += 1
+    torch.save(weights, path)
+    assert "which --preset exact leaves out; give --preset sparse." in error_of(capsys, *generate)
+    assert main([*generate, "--preset", "sparse"]) == 0
+
+
 def test_an_image_needs_pyav(tmp_path, capsys, monkeypatch):
     """Without this check diffusers would ask for it only when the model is loaded and on the GPU."""
     (tmp_path / "model_index.json").write_text('{"_class_name": "LTX2ImageToVideoPipeline"}')
@@ -146,8 +162,9 @@ def test_other_commands(model, capsys, tmp_path):
         line = error_of(capsys, command, "--model", model, "--device", "cpu")
         assert f"LTX2Pipeline; {command} takes Wan models" in line
     generate = ["generate", "a fox", "--model", model, "-o", tmp_path / "a.mp4", *OPTIONS]
-    assert "recipe='rcm' is not for LTX2Pipeline" in error_of(capsys, *generate, "--recipe", "rcm")
-    assert "use_rcm is for Wan, not for LTX2Pipeline" in error_of(capsys, *generate, "--sigma-max", "80")
+    assert "--recipe rcm is not for LTX2Pipeline" in error_of(capsys, *generate, "--recipe", "rcm")
+    line = error_of(capsys, *generate, "--sigma-max", "80")
+    assert "--sigma-max is for Wan, not for LTX2Pipeline; give --recipe turbot2av." in line
     line = error_of(capsys, *generate, "--tiny-vae", "taew2_1.safetensors")
     assert "--tiny-vae: use_tiny_vae needs an AutoencoderKLWan or" in line
     assert "--frames 6 is not" in error_of(capsys, *generate, "--frames", "6")

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from tests.cli.running import CAPTION, error_of
-from tests.tiny_wan import tiny_wan_pipeline
+from tests.cli.running import CAPTION, TINY, error_of
+from tests.official_names import official_state_dict, with_proj_l
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.cli import commands, main
 
 SMALL = ["--height", "48", "--width", "48", "--frames", "5", "--device", "cpu"]  # 18 tokens: blocks of 16 and 2
@@ -92,10 +93,29 @@ def test_projections_are_the_given_transformer_s(saved_models, with_projections,
     assert "has no proj_l" in line
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_weights_with_projections_are_refused_in_other_tiers(saved_models, with_projections, tmp_path, capsys, kind):
+    """They would run with dense attention."""
+    given = with_projections / "transformer"
+    if kind == "file":
+        model, given = tiny_wan_transformer(), tmp_path / "TurboWan2.1.pth"
+        torch.save(with_proj_l(official_state_dict(model), model), given)
+    options = ["--model", saved_models / "t2v", "--transformer", given, *TINY]
+    generate = ["generate", "a fox", "-o", tmp_path / "out.mp4", *options]
+    told = f"--transformer {given} was trained with sparse-linear attention (it has proj_l), which"
+    for command in (generate, ["compare", *options]):
+        for preset in ("exact", "quantized"):
+            line = error_of(capsys, *command, "--preset", preset)
+            assert f"{told} --preset {preset} leaves out; give --preset sparse." in line
+    line = error_of(capsys, *generate, "--preset", "sparse", "--no-patch")
+    assert f"{told} --no-patch leaves out; give --preset sparse, without --no-patch." in line
+    assert main(list(map(str, [*generate, *SPARSE]))) == 0
+
+
 def test_a_folder_without_projections_is_refused(saved_models, capsys):
     line = error_of(capsys, "verify", "--model", saved_models / "t2v", "--device", "cpu", *SPARSE)
     assert "has no proj_l" in line
-    assert "trp.load_turbodiffusion" in line
+    assert "(SLA); give them as --transformer, or another --preset: 'block_sparse', whose" in line
 
 
 @pytest.mark.parametrize(

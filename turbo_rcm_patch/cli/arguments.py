@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,6 +13,9 @@ from .. import __version__
 from ..config import PRESETS, VAE_8BIT
 from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
+from .errors import CommandError
+from .files import check_output
+from .sizes import SizeRules
 
 VERBOSE = (
     "show other packages' warnings too; with generate also the kernel of every step, with info --model also those of "
@@ -34,7 +38,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_convert(commands)
     _add_demo(commands)
     _add_tune(commands)
-    return parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        of_prompt = not unknown[0].startswith("-") and "prompt" in arguments
+        hint = "; put a prompt of several words in quotes" if of_prompt else ""
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return arguments
 
 
 def spelled(name: str) -> str:
@@ -42,13 +51,25 @@ def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def as_path(text: str) -> Path:
+    """Return a path. The shell leaves ~ as it is in quotes and after "="."""
+    return Path(expanduser(text))
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage in front of it."""
 
     def error(self, message: str) -> NoReturn:
-        if re.match("unrecognized arguments: [^-]", message):
-            message += "; put a prompt of several words in quotes"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def check_video(parser: argparse.ArgumentParser, options: argparse.Namespace, rules: SizeRules | None = None) -> None:
+    """Let an example end with a usage error if its --size and --output give no video. rules: Wan's by default."""
+    try:
+        check_output("--output", Path(options.output), (".mp4",))
+        (rules or SizeRules()).check(*options.size or (None, None, None))
+    except CommandError as error:
+        parser.error(re.sub("--(height|width|frames)", r"--size: \1", str(error)))
 
 
 def _add_command(commands, name: str, summary: str) -> argparse.ArgumentParser:
@@ -59,9 +80,8 @@ def _add_command(commands, name: str, summary: str) -> argparse.ArgumentParser:
 def _add_generate(commands) -> None:
     parser = _add_command(commands, "generate", "generate a video")
     parser.add_argument("prompt", help=_PROMPT)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.mp4", help="the video to write")
-    rate = "frames per second of the video (default 16; LTX-2, whose sound depends on it: 24)"
-    parser.add_argument("--fps", type=int, help=rate)
+    parser.add_argument("-o", "--output", type=as_path, required=True, metavar="OUT.mp4", help="the video to write")
+    add_frame_rate(parser)
     parser.add_argument("--no-patch", action="store_true", help="run diffusers' own blocks")
     gpus = "make the video on this many GPUs at a time, with a process and the whole model on each (default 1)"
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help=gpus)
@@ -73,8 +93,14 @@ def _add_generate(commands) -> None:
         parser, "store most of the text encoder's weights in 8 bits: 4 GB less, slightly other embeddings"
     )
     tiny = "decode with a tiny VAE of TAEHV, such as taew2_1.safetensors: faster, with less memory, of lower quality"
-    parser.add_argument("--tiny-vae", type=Path, metavar="FILE", help=tiny)
+    parser.add_argument("--tiny-vae", type=as_path, metavar="FILE", help=tiny)
     _add_vae(parser)
+
+
+def add_frame_rate(parser: argparse.ArgumentParser) -> None:
+    """Add --fps."""
+    rate = "frames per second (default: the model's: 16, TI2V-5B and LTX-2 24; LTX-2's sound depends on it)"
+    parser.add_argument("--fps", type=int, help=rate)
 
 
 def _add_vram(parser: argparse.ArgumentParser, what: str) -> None:
@@ -99,11 +125,11 @@ def _add_compare(commands) -> None:
     parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
     parser.add_argument("--no-compile", action="store_true", help="do not run torch.compile")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations per variant (default 3)")
-    parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="write a bar chart of the stages")
+    parser.add_argument("--json", type=as_path, metavar="OUT.json", help="write all figures with the GPU and versions")
+    parser.add_argument("--plot", type=as_path, metavar="OUT.png", help="write a bar chart of the stages")
     parser.add_argument(
         "--video",
-        type=Path,
+        type=as_path,
         metavar="OUT.mp4",
         help="write the videos and their amplified difference side by side; .gif and .webp are animated pictures, a "
         ".png gets three frames",
@@ -118,7 +144,7 @@ def _add_verify(commands) -> None:
     summary = "check every patched block against an fp32 oracle; exit code 1 if an error is above its limit"
     parser = _add_command(commands, "verify", summary)
     parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
-    parser.add_argument("--json", type=Path, metavar="OUT.json", help="write every block's errors")
+    parser.add_argument("--json", type=as_path, metavar="OUT.json", help="write every block's errors")
     parser.add_argument(
         "--config",
         metavar="NAME",
@@ -129,7 +155,7 @@ def _add_verify(commands) -> None:
         "with --preset quantized: find the linears and attentions that must leave 8 bits for the limits to hold with "
         "this model, prompt and number of steps, check the result, and write it for --keep"
     )
-    parser.add_argument("--keep-out", type=Path, metavar="OUT.json", help=keep_out)
+    parser.add_argument("--keep-out", type=as_path, metavar="OUT.json", help=keep_out)
     add_generation_options(parser)
     _add_vram(parser, "the patched pipeline and the checks")
     _add_vae(parser)
@@ -140,7 +166,7 @@ def _add_evaluate(commands) -> None:
     parser = _add_command(commands, "evaluate", summary)
     parser.add_argument("-n", type=int, default=256, help="captions (default 256)")
     parser.add_argument("--batch-size", type=int, help="videos made at a time (default 16, fewer if they are large)")
-    parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
+    parser.add_argument("--json", type=as_path, metavar="OUT.json", help="write all figures with the GPU and versions")
     parser.add_argument(
         "--steps", type=_comma_list, default=(1, 2, 4), help="numbers of denoising steps, 1 to 4 each (default 1,2,4)"
     )
@@ -161,12 +187,12 @@ def _add_info(commands) -> None:
     parser = _add_command(commands, "info", summary)
     report = "print it as Markdown to paste into an issue, without the home folder's path and tokens"
     parser.add_argument("--report", action="store_true", help=report)
-    parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the same as JSON")
+    parser.add_argument("--json", type=as_path, metavar="OUT.json", help="write the same as JSON")
     memory = (
         "show the GPU memory that a diffusers pipeline or transformer needs in each tier: a folder, a hub id, of which "
         "only the configs are downloaded, or a known size, such as wan2.1-14b"
     )
-    parser.add_argument("--model", metavar="PATH_OR_ID", help=memory)
+    parser.add_argument("--model", type=expanduser, metavar="PATH_OR_ID", help=memory)
     vram = "with --model: show where its models would be on a card with this much memory, such as '8 GB' or 8GB"
     parser.add_argument("--vram", metavar="AMOUNT", help=vram)
     _add_text_encoder(
@@ -186,9 +212,12 @@ def _add_convert(commands) -> None:
         "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion, rCM or "
         "ComfyUI (fp8_scaled), or the folder of such a file"
     )
-    parser.add_argument("source", type=Path, metavar="IN", help=source)
-    parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write; it must not exist yet")
-    preset = "quantized (the default) or sparse, for turbo_rcm_patch.load_converted, or exact, for from_pretrained"
+    parser.add_argument("source", type=as_path, metavar="IN", help=source)
+    parser.add_argument("target", type=as_path, metavar="OUT", help="the folder to write; it must not exist yet")
+    preset = (
+        "quantized (the default), block_sparse or sparse, for turbo_rcm_patch.load_converted, or exact, for "
+        "from_pretrained"
+    )
     parser.add_argument("--preset", default="quantized", help=preset)
     parser.add_argument(
         "--format",
@@ -204,14 +233,14 @@ def _add_keep(parser: argparse.ArgumentParser) -> None:
         "8 bits: leave this module's weights as they are, such as 'blocks.0.*', or compute this attention in the "
         "model's dtype, such as blocks.3.attn1.processor; may be repeated. Or the file of verify --keep-out"
     )
-    parser.add_argument("--keep", action="append", metavar="NAME", help=keep)
+    parser.add_argument("--keep", type=expanduser, action="append", metavar="NAME", help=keep)
 
 
 def _add_demo(commands) -> None:
     summary = "serve a page for the browser that shows a video unpatched and patched, side by side"
     parser = _add_command(commands, "demo", summary)
     model = "a diffusers Wan pipeline that the page offers besides the embedded one; may be repeated"
-    parser.add_argument("--model", action="append", metavar="PATH_OR_ID", help=model)
+    parser.add_argument("--model", type=expanduser, action="append", metavar="PATH_OR_ID", help=model)
     lora = "a few-step LoRA that the page offers, as for generate; may be repeated"
     parser.add_argument("--lora", type=_lora, action="append", metavar="FILE[:SCALE]", help=lora)
     parser.add_argument(
@@ -228,7 +257,9 @@ def _add_tune(commands) -> None:
     summary = "time this package's kernels and PyTorch's on this GPU; the patch then takes the faster ones"
     parser = _add_command(commands, "tune", summary)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", type=Path, metavar="FOLDER", help="the pipeline or transformer whose shapes are timed")
+    what.add_argument(
+        "--model", type=as_path, metavar="FOLDER", help="the pipeline or transformer whose shapes are timed"
+    )
     what.add_argument("--config", metavar="NAME", help="a known size instead (default wan2.1-1.3b)")
     what.add_argument("--reset", action="store_true", help="delete this machine's measurements")
     for option, text in (("--height", "pixels"), ("--width", "pixels"), ("--frames", "a number 4k+1")):
@@ -252,6 +283,7 @@ def add_distilled_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _lora(text: str) -> tuple[str, float]:
+    text = expanduser(text)
     file, _, scale = text.rpartition(":")
     try:
         return (text, 1.0) if not file or Path(text).exists() else (file, float(scale))
@@ -267,10 +299,10 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
         "with --model: a transformer in place of the pipeline's, as a folder of diffusers or of turbo-rcm convert, or "
         "as a .safetensors or .gguf file; with generate also one in 8 bits, such as ComfyUI's fp8_scaled"
     )
-    parser.add_argument("--transformer", type=Path, metavar="PATH", help=transformer)
+    parser.add_argument("--transformer", type=as_path, metavar="PATH", help=transformer)
     second = "Wan 2.2: the same for the low-noise expert, if --transformer is a file or holds one alone"
-    parser.add_argument("--transformer-2", type=Path, metavar="PATH", help=second)
-    parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
+    parser.add_argument("--transformer-2", type=as_path, metavar="PATH", help=second)
+    parser.add_argument("--image", type=as_path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_sampling_options(
         parser,
@@ -285,7 +317,7 @@ def _add_sampling_options(
     parser: argparse.ArgumentParser, *, models: str, height: str, width: str, frames: str
 ) -> None:
     model = f"a diffusers pipeline of {models} (default: a tiny embedded one)"
-    parser.add_argument("--model", metavar="PATH_OR_ID", help=model)
+    parser.add_argument("--model", type=expanduser, metavar="PATH_OR_ID", help=model)
     parser.add_argument(
         "--preset", default="exact", help=f"the tier of the patch: {', '.join(PRESETS)} (default exact)"
     )

@@ -41,12 +41,12 @@ from ..patching import Patch, patch
 from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 from ..patching.summary import in_one_line
-from ..patching.weights.load import component_folders, read_config
+from ..patching.weights.load import component_folders, empty_model, read_config
 from ..patching.weights.quantize_linears import capability_of
 from ..patching.weights.store import convert_model
 from ..wording import counted
 from .checks import CONFIG_OPTIONS, LORAS, TRANSFORMERS, config_options
-from .errors import CommandError, user_errors
+from .errors import CommandError, in_the_shell, user_errors
 from .files import Sound, replacing, write_json, write_video
 from .info import info
 from .pipelines import (
@@ -54,6 +54,7 @@ from .pipelines import (
     choose_config,
     choose_device,
     choose_dtype,
+    frames_per_second,
     is_sparse,
     load_pipeline,
     load_sampler,
@@ -61,7 +62,7 @@ from .pipelines import (
     warn_of_size,
 )
 from .side_by_side import write_side_by_side
-from .transformers import makes_sound
+from .transformers import has_projections, makes_sound
 from .tuning import tune
 from .video_writer import VideoWriter
 
@@ -169,7 +170,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         with replacing(arguments.plot) as temporary:
             plot(comparison, temporary)
     if arguments.video is not None:
-        print("", write_side_by_side(arguments.video, comparison), sep="\n")
+        print("", write_side_by_side(arguments.video, comparison, frames_per_second(pipe)), sep="\n")
     return 0
 
 
@@ -281,7 +282,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             report=print,
         )
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(in_the_shell(error)) from error
     except OSError as error:
         raise CommandError(f"cannot write {arguments.target}: {error}; check the disk's free space.") from error
     print(_how_to_use(arguments))
@@ -301,24 +302,33 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
         "--model",
         shlex.quote(str(arguments.source)) if is_pipeline else "PIPELINE",
     ]
-    line += ["--transformer", shlex.quote(str(arguments.target))]
-    if isinstance(PRESETS[arguments.preset], Exact):
+    target, preset = arguments.target, arguments.preset
+    if target.name in COMPONENTS and (target / "config.json").is_file():
+        target = target.parent  # which has the other expert too, or will have it
+    line += ["--transformer", shlex.quote(str(target))]
+    folders = component_folders(target)
+    is_exact = isinstance(PRESETS[preset], Exact)
+    if is_exact and any(has_projections(folder, empty_model(folder)) for folder in folders.values()):
+        preset = "sparse"
+        line += ["--preset", preset]
+        python = f"trp.load_turbodiffusion({str(target)!r}, pipe)"  # diffusers would drop proj_l
+    elif is_exact:
         dtype = f"dtype=torch.{_stored_dtype(arguments)}"  # without it diffusers loads fp32
         python = "\n  ".join(
             f"pipe.{name or COMPONENTS[0]} = {read_config(folder)['_class_name']}"
             f".from_pretrained({str(folder)!r}, {dtype})"
-            for name, folder in component_folders(arguments.target).items()
+            for name, folder in folders.items()
         )
     else:
-        line += ["--preset", arguments.preset]
-        config = repr(arguments.preset)
+        line += ["--preset", preset]
+        config = repr(preset)
         if arguments.keep:  # the files do not say which attentions stay in the model's dtype
             line += [f"--keep {shlex.quote(name)}" for name in arguments.keep]
             keep = config_options(arguments)["keep"]
-            config = f"trp.{type(PRESETS[arguments.preset]).__name__}(keep={keep!r})"
-        python = f"trp.load_converted({str(arguments.target)!r}, pipe, {config})"
-    if isinstance(PRESETS[arguments.preset], Sparse):
-        classes = (read_config(folder)["_class_name"] for folder in component_folders(arguments.target).values())
+            config = f"trp.{type(PRESETS[preset]).__name__}(keep={keep!r})"
+        python = f"trp.load_converted({str(target)!r}, pipe, {config})"
+    if isinstance(PRESETS[preset], Sparse):
+        classes = (read_config(folder)["_class_name"] for folder in folders.values())
         line += ["--recipe", "turbot2av" if any(map(makes_sound, classes)) else "turbowan"]
     return f"wrote {arguments.target}; use it by\n  {' '.join(line)}\nor in Python by\n  {python}"
 

@@ -23,12 +23,19 @@ from .checks import CONFIG_OPTIONS, check_generation
 from .demo_answer import Stages, headline_of, stages_of
 from .errors import CommandError, user_errors
 from .files import write_video
-from .pipelines import choose_config, choose_device, is_sparse, load_sampler, warn_of_prompts, warn_of_size
+from .pipelines import (
+    choose_config,
+    choose_device,
+    frames_per_second,
+    is_sparse,
+    load_sampler,
+    warn_of_prompts,
+    warn_of_size,
+)
 from .sampling import default_steps, guidance
 
 EMBEDDED_MODEL = "the tiny model included"
 LONGEST_PROMPT = 1000  # characters
-FPS = 16
 KEPT = 3600  # seconds that a video is kept
 OUT_OF_MEMORY = "out of memory; ask for fewer or smaller frames, or start the page with --offload on a GPU."
 FIELDS = "model|preset|steps|seed|height|width|frames|recipe|lora|guidance|negative-prompt"  # fields of the page
@@ -88,7 +95,7 @@ class DemoVideos:
         # On a GPU the first video waits for kernels to be compiled. In two measured runs each variant is first once.
         self._runs = {"warmups": 1, "repeats": 2} if device.type == "cuda" else {"warmups": 0, "repeats": 1}
         self.models = [*(started.model or []), EMBEDDED_MODEL]
-        self.loras = {file: (file, scale) for file, scale in started.lora or ()}
+        self.loras = {f"{file}:{scale:g}": (file, scale) for file, scale in started.lora or ()}
         self.has_gpu = device.type == "cuda"
         self.max_pixels = started.max_pixels or MAX_PIXELS[device.type]
 
@@ -113,7 +120,7 @@ class DemoVideos:
                     comparison = compare(pipe, call, seed=arguments.seed, config=choose_config(arguments), **options)
             except ValueError as error:
                 raise CommandError(str(error)) from error
-            return self._written(comparison, tuple(map(_of_the_page, arguments.notes)))
+            return self._written(comparison, frames_per_second(pipe), tuple(map(_of_the_page, arguments.notes)))
 
     def _checked(self, request: Request) -> argparse.Namespace:
         """Return the request as options of `generate`. Raises CommandError for an invalid request."""
@@ -164,7 +171,7 @@ class DemoVideos:
         _, pipe, _, asked = self._loaded
         return asked == steps or not pipe.scheduler.config.get("sigmas")
 
-    def _written(self, comparison: Comparison, notes: tuple[str, ...]) -> Answer:
+    def _written(self, comparison: Comparison, fps: int, notes: tuple[str, ...]) -> Answer:
         videos = {variant.name: variant.video for variant in comparison.variants}
         self._count += 1
         for old in self._folder.glob("*.mp4"):
@@ -172,7 +179,7 @@ class DemoVideos:
                 old.unlink()
         paths = {name: self._folder / f"{self._count}-{name}.mp4" for name in (UNPATCHED, PATCHED)}
         for name, path in paths.items():
-            write_video(path, [np.round(255 * videos[name]).astype(np.uint8)], FPS)
+            write_video(path, [np.round(255 * videos[name]).astype(np.uint8)], fps)
         return Answer(
             *paths.values(),
             comparison_table(comparison),

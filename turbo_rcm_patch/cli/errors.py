@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +14,34 @@ OUT_OF_MEMORY = (
     "evaluate a smaller --batch-size."
 )
 
+_ADVICE = {  # in Python, and the same in the shell
+    "give source=(high, low)": "give --lora HIGH --lora-2 LOW",
+    "recipe= says how": "--recipe says how",
+    "as recipe=, one of": "as --recipe, one of",
+    ", or a Recipe of your own": "",
+    "use_rcm is for Wan": "--sigma-max is for Wan",
+    "call use_distilled with recipe='turbot2av'": "give --recipe turbot2av",
+    "load it as a diffusers pipeline and call use_distilled without source": "give it as --transformer",
+    "load it with from_pretrained, then call use_distilled without source": "give it as --model",
+    "load it with use_distilled or with pipe.load_lora_weights": "give it as --lora, beside the whole model",
+    "load them with trp.load_turbodiffusion, or take another preset": "give them as --transformer, or another --preset",
+    "give attention='dense', or a preset such as 'quantized'": "give another --preset, such as quantized",
+}
+
 
 class CommandError(Exception):
     """One line that says what was wrong and what to do about it."""
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.split()))
+
+
+def in_the_shell(error: Exception | str) -> str:
+    """Return an error's message with options in place of what Python's functions take."""
+    message = re.sub(r"^recipe='([\w-]+)'", r"--recipe \1", str(error))
+    for advice, option in _ADVICE.items():
+        message = message.replace(advice, option)
+    return message
 
 
 def why_not_loaded(error: Exception) -> str:
@@ -64,7 +87,7 @@ def user_errors(out_of_memory: str = OUT_OF_MEMORY) -> Iterator[None]:
     try:
         yield
     except PatchError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(in_the_shell(error)) from error
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise CommandError(out_of_memory) from error
     except RuntimeError as error:

@@ -38,7 +38,7 @@ from .sizes import size_rules
 from .transformers import converted_folder, files_of_ours, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
-FPS = 16
+FPS, TI2V_5B_FPS = 16, 24  # that Wan's models were made for
 NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
 
 
@@ -95,11 +95,15 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
 
 def _frame_rate(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str, float]:
     """Set ``arguments.fps`` if it is not given. Return the frame rate as a call of a pipeline with sound takes it."""
-    if not pipeline_of(pipe).has_sound:
-        arguments.fps = FPS if arguments.fps is None else arguments.fps
-        return {}
-    arguments.fps = int(default_of(pipe, "frame_rate")) if arguments.fps is None else arguments.fps
-    return {"frame_rate": float(arguments.fps)}
+    arguments.fps = frames_per_second(pipe) if arguments.fps is None else arguments.fps
+    return {"frame_rate": float(arguments.fps)} if pipeline_of(pipe).has_sound else {}
+
+
+def frames_per_second(pipe: DiffusionPipeline) -> int:
+    """Return the frame rate that a pipeline's model was made for."""
+    if pipeline_of(pipe).has_sound:
+        return int(default_of(pipe, "frame_rate"))
+    return TI2V_5B_FPS if pipe.config.get("expand_timesteps") else FPS
 
 
 def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
@@ -239,7 +243,7 @@ def _shortened(prompt: str) -> str:
 
 
 def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionPipeline:
-    folder = Path(arguments.model).expanduser()
+    folder = Path(arguments.model)
     source = folder if folder.exists() else arguments.model
     try:
         components = DiffusionPipeline.load_config(source)  # before any weights

@@ -11,14 +11,13 @@ from PIL import Image, ImageDraw, ImageFont
 from ..bench.compare import Comparison
 from .files import replacing, write_video
 
-FPS = 16
 ANIMATED = (".gif", ".webp")
 QUALITY = 90  # of a WebP
 GREY = "#dddddd"
 STRIP = 16  # mp4 files have sizes that this divides
 
 
-def write_side_by_side(path: Path, comparison: Comparison) -> str:
+def write_side_by_side(path: Path, comparison: Comparison, fps: int) -> str:
     """Write the comparison, and return a sentence on it. A PNG gets the first, middle and last frame, one below the
     other."""
     difference, gain = comparison.difference()
@@ -32,10 +31,10 @@ def write_side_by_side(path: Path, comparison: Comparison) -> str:
     elif suffix in ANIMATED:
         first, *others = map(Image.fromarray, frames)
         with replacing(path) as temporary:
-            options = {"save_all": True, "append_images": others, "duration": round(1000 / FPS), "loop": 0}
+            options = {"save_all": True, "append_images": others, "duration": round(1000 / fps), "loop": 0}
             first.save(temporary, quality=QUALITY, **options)
     else:
-        write_video(path, [frames], fps=FPS)
+        write_video(path, [frames], fps=fps)
     return f"wrote {path}: {', '.join(names)}, and {names[-1]} minus {names[0]}, times {gain}"
 
 

@@ -12,14 +12,20 @@ from accelerate import init_empty_weights
 from diffusers import GGUFQuantizationConfig
 from torch import nn
 
-from ..checkpoints.files import COMPONENTS
+from ..checkpoints.files import COMPONENTS, keys_in
 from ..checkpoints.lazy import PICKLED, open_tensors
+from ..checkpoints.recognise import swapped_files
 from ..checkpoints.scaled import has_scales
-from ..patching.families import family_named, weights_in
-from ..patching.weights.load import FILE, component_folders, empty_model
+from ..config import PRESETS, Sparse
+from ..patching.families import family_named, family_of, weights_in
+from ..patching.steps.sparse_linear import is_projection, needs_projections
+from ..patching.weights.load import FILE, component_folders, empty_model, read_config
 from ..wording import with_article
 from .arguments import spelled
-from .errors import CommandError
+from .errors import CommandError, in_the_shell
+from .sampling import warn
+
+_OF_PIPELINE = ("in_channels", "out_channels", "text_dim")  # what the rest of a pipeline gives and takes
 
 
 def given_transformers(
@@ -34,20 +40,23 @@ def given_transformers(
     files ``of_ours`` are empty. `load_converted` and `load_turbodiffusion` fill them. Raises CommandError for an
     unusable file.
     """
+    _tell_swapped(arguments, components)
     models = {}
     for name in COMPONENTS:
         path = getattr(arguments, name, None)
         if path is None:
             continue
         if path.is_file():
-            models[name] = _of_file(path, arguments.model, name, components, dtype, empty=path in of_ours)
+            models[name] = _of_file(path, arguments, name, components, dtype, empty=path in of_ours)
             continue
         try:
             folders = component_folders(path)
             more = next((part or name for part in folders if _class_in(components, part or name) is None), None)
             if more is not None:
                 raise ValueError(f"{path} replaces the pipeline's {more}, but --model {arguments.model} has none.")
-            models |= {part or name: _of_folder(folder, dtype) for part, folder in folders.items()}
+            for part, folder in folders.items():
+                _check_config(folder, arguments.model, part or name, components)
+            models |= {part or name: _of_folder(folder, arguments, name, dtype) for part, folder in folders.items()}
         except (ValueError, OSError) as error:
             raise CommandError(f"{spelled(name)}: {error}") from error
     return models
@@ -58,17 +67,27 @@ def converted_folder(arguments: argparse.Namespace) -> Path | None:
 
     Raises CommandError if the command cannot run such weights.
     """
-    path = getattr(arguments, "transformer", None)
-    if path is None or not any((folder / FILE).is_file() for folder in (path, *(path / name for name in COMPONENTS))):
+    given = {name: path for name in COMPONENTS if (path := getattr(arguments, name, None)) is not None}
+    found = next((name for name, path in given.items() if _is_in_8_bits(path)), None)
+    if found is None:
         return None
-    if arguments.command != "generate" or arguments.no_patch or arguments.transformer_2 is not None:
+    holds = f"{spelled(found)} {given[found]} holds 8-bit weights"
+    if COMPONENTS[1] in given:
+        folder = given[found].parent if given[found].name in COMPONENTS else "FOLDER"
         raise CommandError(
-            f"--transformer {path} holds 8-bit weights, which run patched alone; it goes with generate, without "
-            "--no-patch and --transformer-2."
+            f"{holds}; give the folder that holds both, as transformer and transformer_2: --transformer {folder}, "
+            "without --transformer-2."
         )
+    if arguments.command != "generate" or arguments.no_patch:
+        raise CommandError(f"{holds}, which run patched alone; it goes with generate, without --no-patch.")
     if arguments.preset == "exact":
-        raise CommandError(f"--transformer {path} holds 8-bit weights; give --preset quantized, or the one of convert.")
-    return path
+        raise CommandError(f"{holds}; give --preset quantized, or the one of convert.")
+    return given[found]
+
+
+def _is_in_8_bits(path: Path) -> bool:
+    """True for a folder that `convert` wrote in 8 bits."""
+    return any((folder / FILE).is_file() for folder in (path, *(path / name for name in COMPONENTS)))
 
 
 def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object]) -> list[Path]:
@@ -125,16 +144,70 @@ def _has_scales(option: str, path: Path) -> bool:
         raise CommandError(f"cannot load {option} {path}: {error}") from error
 
 
-def _of_folder(folder: Path, dtype: torch.dtype) -> nn.Module:
+def _check_config(folder: Path, pipeline: str, name: str, components: Mapping[str, object]) -> None:
+    """Raise ValueError for a folder whose transformer cannot take the place of a pipeline's transformer."""
+    found, own_class = read_config(folder), _class_in(components, name)
+    if found.get("_class_name") != own_class:
+        raise ValueError(
+            f"{folder} holds {with_article(found.get('_class_name'))}, but the {name} of --model {pipeline} is "
+            f"{with_article(own_class)}; give one of that class."
+        )
+    if (family := family_named(own_class)) is None:
+        return  # `empty_model` says so
+    try:
+        own = family.transformer_class.load_config(str(Path(pipeline).expanduser()), subfolder=name)
+    except OSError:  # perhaps a pipeline that was stored without its transformers
+        return
+    shared = [key for key in _OF_PIPELINE if key in found and key in own]
+    wrong = [f"{key} is {found[key]}, not {own[key]}" for key in shared if found[key] != own[key]]
+    if wrong:
+        raise ValueError(
+            f"{folder} does not fit the {name} of --model {pipeline}: {', '.join(wrong)}. Give one made for such a "
+            "pipeline."
+        )
+
+
+def _tell_swapped(arguments: argparse.Namespace, components: Mapping[str, object]) -> None:
+    """Warn of files whose names say that they are the other expert's."""
+    if _class_in(components, COMPONENTS[1]) is None:
+        return
+    paths = [getattr(arguments, name, None) for name in COMPONENTS]
+    for line in swapped_files([path if path is not None and path.is_file() else None for path in paths]):
+        warn(arguments, f"{line}, as --transformer and --transformer-2.")
+
+
+def has_projections(source: Path, model: nn.Module) -> bool:
+    """True if a file or a folder holds SLA's projections. LTX-2's count only if they are not zero.
+
+    model: its transformer, perhaps on the meta device.
+    """
+    if source.is_dir() and not any(map(is_projection, keys_in(source))):
+        return False
+    needed = needs_projections(family_of(model).self_attentions(model))
+    with open_tensors(source) as tensors:
+        return any(needed or bool(tensor.load().any()) for name, tensor in tensors.items() if is_projection(name))
+
+
+def _of_folder(folder: Path, arguments: argparse.Namespace, name: str, dtype: torch.dtype) -> nn.Module:
+    """Return the transformer of a folder. name: that of the option that gives it."""
     model = empty_model(folder)  # raises ValueError for a class that is not supported
-    return model if (folder / FILE).is_file() else type(model).from_pretrained(folder, dtype=dtype)
+    if (folder / FILE).is_file():
+        return model
+    _check_attention(folder, arguments, name, model)
+    return type(model).from_pretrained(folder, dtype=dtype)
 
 
 def _of_file(
-    path: Path, pipeline: str, name: str, components: Mapping[str, object], dtype: torch.dtype, *, empty: bool
+    path: Path,
+    arguments: argparse.Namespace,
+    name: str,
+    components: Mapping[str, object],
+    dtype: torch.dtype,
+    *,
+    empty: bool,
 ) -> nn.Module:
     """Return the transformer of a file. empty: True to leave its parameters on the meta device."""
-    class_name, option = _class_in(components, name), spelled(name)
+    class_name, option, pipeline = _class_in(components, name), spelled(name), arguments.model
     family = family_named(class_name)
     if family is None:
         found = "has none" if class_name is None else f"has {with_article(class_name)}"
@@ -146,9 +219,11 @@ def _of_file(
         config = {"config": str(Path(pipeline).expanduser()), "subfolder": name}
         if empty:
             model = _empty(family.transformer_class, dtype, **config)
+            _check_attention(path, arguments, name, model)
         else:
             if not is_gguf:
-                _check_plain(path, _empty(family.transformer_class, dtype, **config))
+                _check_plain(path, plain := _empty(family.transformer_class, dtype, **config))
+                _check_attention(path, arguments, name, plain)
             more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
             model = family.transformer_class.from_single_file(str(path), dtype=dtype, **config, **more)
     except NotImplementedError as error:  # a tensor on the meta device cannot be read
@@ -158,7 +233,7 @@ def _of_file(
             "FILE FOLDER --preset exact knows more names, or says what is missing."
         ) from error
     except (ValueError, OSError, ImportError, RuntimeError, KeyError) as error:
-        line = next(iter(str(error).splitlines()), type(error).__name__)
+        line = next(iter(in_the_shell(error).splitlines()), type(error).__name__)
         raise CommandError(f"cannot load {option} {path}: {line}") from error
     model.register_to_config(_name_or_path=str(path))  # by which its distillation is recognised
     return model
@@ -178,3 +253,14 @@ def _check_plain(path: Path, model: nn.Module) -> None:
     """Raise ValueError for quantised weights and for another model's. diffusers would take integers for weights."""
     with open_tensors(path) as tensors:
         weights_in(path, tensors, model, partial=True)
+
+
+def _check_attention(source: Path, arguments: argparse.Namespace, name: str, model: nn.Module) -> None:
+    """Raise CommandError for weights with proj_l that would run without it. diffusers drops it."""
+    no_patch = getattr(arguments, "no_patch", False)
+    if (no_patch or not isinstance(PRESETS[arguments.preset], Sparse)) and has_projections(source, model):
+        raise CommandError(
+            f"{spelled(name)} {source} was trained with sparse-linear attention (it has proj_l), which "
+            f"{'--no-patch' if no_patch else f'--preset {arguments.preset}'} leaves out; give --preset sparse"
+            f"{', without --no-patch' if no_patch else ''}."
+        )

@@ -1,6 +1,7 @@
 """The fused ops. Each file: formula, Triton kernel, launcher, custom op with fake, and the function exported here.
 
-Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
+Every op except ``quantize_weight`` takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what
+"auto" means.
 
 Add a kernel to an op in five steps:
 

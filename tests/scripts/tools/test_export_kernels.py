@@ -1,12 +1,13 @@
 """The repository of the stand-alone ops, as Hugging Face's `kernels` loads it."""
 
 import ast
+import inspect
 import sys
 
 import pytest
 import torch
 
-from scripts.tools.export_kernels import BACKENDS, OPS, card, export
+from scripts.tools.export_kernels import BACKENDS, OPS, card, export, main
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import dispatch
 
@@ -74,6 +75,21 @@ def test_both_variants_and_the_card_are_there(repository):
     assert (repository / "README.md").read_text() == card()
     assert all(f"| `{name}` | " in card() for name in OPS)
     assert (repository / "LICENSE").exists()
+
+
+def test_the_card_says_which_ops_take_an_implementation():
+    without = [name for name in OPS if "implementation" not in inspect.signature(getattr(kernels, name)).parameters]
+    assert without == ["quantize_weight"]
+    assert "Each op except `quantize_weight` takes `implementation=" in card()
+
+
+@pytest.mark.parametrize(("inside", "message"), [("", "is a file; give a new folder."), ("folder", "Not a directory")])
+def test_a_file_in_the_folders_place_is_one_line(tmp_path, monkeypatch, capsys, inside, message):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["export_kernels", str(tmp_path / "file" / inside)])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_a_folder_with_files_is_not_overwritten(tmp_path):
