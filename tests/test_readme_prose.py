@@ -168,7 +168,8 @@ def test_every_line_of_the_table_of_checkpoints_runs(row):
     lines = re.findall(r"`(trp\.use_[^`]*)`", row)
     counts = [re.findall(r"\d+", part)[-1] for part in steps.split(",")]
     for line, count in zip(lines, counts * len(lines) if len(counts) == 1 else counts, strict=False):
-        pipe = tiny_ltx2_pipeline() if "turbot2av" in line else tiny_wan_pipeline("wan22" if "high" in line else "t2v")
+        variant = next((variant for word, variant in (("high", "wan22"), ("i2v", "i2v")) if word in line), "t2v")
+        pipe = tiny_ltx2_pipeline() if "turbot2av" in line else tiny_wan_pipeline(variant)
         with eval(line, {"trp": trp, "pipe": pipe}) as handle:
             pipe.scheduler.set_timesteps(int(count))
             assert pipe.scheduler is handle.scheduler

@@ -193,6 +193,7 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 SOUND_RECIPES = ("turbot2av",)  # for pipelines that make sound; the others are for those that do not
+IMAGE_RECIPES = ("rcm-i2v", "turbowan-i2v", "lightx2v-flf2v", "lightx2v-nvfp4-i2v")  # for models that get an image
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
@@ -209,6 +210,14 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     return RECIPES[recipe]
 
 
-def recipe_names(*, sound: bool = False) -> str:
-    """Return the names of the recipes for pipelines that make sound, or for the others, for messages."""
-    return ", ".join(name for name in RECIPES if (name in SOUND_RECIPES) == sound)
+def recipes_for(*, sound: bool, image: bool) -> list[str]:
+    """Return the names of the recipes for pipelines that make sound, or for the others.
+
+    image: False for pipelines that take no image, without the recipes of image to video.
+    """
+    return [name for name in RECIPES if (name in SOUND_RECIPES) == sound and (image or name not in IMAGE_RECIPES)]
+
+
+def recipe_names(*, sound: bool = False, image: bool = True) -> str:
+    """Return the names of `recipes_for`, for messages."""
+    return ", ".join(recipes_for(sound=sound, image=image))

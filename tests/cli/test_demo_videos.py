@@ -172,6 +172,7 @@ def test_it_offers_what_it_was_started_with(tmp_path, saved_models):
     [
         (["--model", "./nowhere"], "--model ./nowhere: no such folder"),
         (["--lora", "./nowhere.safetensors"], "--lora ./nowhere.safetensors: no such file"),
+        (["--lora", "org/name"], "--lora goes with --model; the embedded model takes none"),
         (["--port", "70000"], "--port 70000: give a number from 1 to 65535"),
         (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 7860: Cannot assign requested address; choose"),
         (["--max-pixels", "0"], "--max-pixels 0: give 1 or more"),

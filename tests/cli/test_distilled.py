@@ -14,7 +14,7 @@ from tests import lora_files
 from tests.cli.running import error_of
 from tests.official_names import official_state_dict, with_scales
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.arguments import parse_arguments
 
 SMALL = ["--height", "32", "--width", "48", "--frames", "5", "--device", "cpu"]
@@ -220,7 +220,16 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
         (["--lora", __file__], "--lora and --recipe go with --model"),
         (["--recipe", "rcm"], "--lora and --recipe go with --model"),
         (["--model", "MODEL", "--lora", "missing.safetensors"], "--lora missing.safetensors: no such file or folder"),
-        (["--model", "MODEL", "--lora", __file__, "--lora-2", "no"], "--lora-2 no: no such file or folder"),
+        (["--model", "MODEL", "--lora", "org/name", "--lora-2", "no"], "--lora-2 no: no such file or folder"),
+        (["--model", "MODEL", "--lora", "loras/a.safetensors"], "--lora loras/a.safetensors: no such file or folder"),
+        (["--model", "MODEL", "--lora", __file__], "test_distilled.py is not a file of weights; accepted are files"),
+        (["--model", "ONE", "--lora-2", "org/name"], "has no second transformer; leave --lora-2 out"),
+        (["--model", "ONE", "--guidance-2", "3"], "has no second transformer; leave --guidance-2 out"),
+        (
+            ["--model", "MODEL", "--guidance", "1", "--negative-prompt", "x"],
+            "only with --guidance above 1, and it is",
+        ),
+        (["--model", "MODEL", "--guidance", "1", "--guidance-2", "3"], "--guidance-2 has an effect only with"),
         (["--model", "MODEL", "--lora", f"{__file__}:inf"], "give a finite strength"),
         (["--model", "MODEL", "--lora-2", f"{__file__}:nan"], f"--lora-2 {__file__}:nan: give a finite strength"),
         (["--model", "MODEL", "--lora-2", __file__, "--sigma-max", "80"], "--sigma-max is for rCM without"),
@@ -237,14 +246,34 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
         (["--model", "MODEL", "--sigma-max", "80", "--steps", "5"], "--steps 5: the sampler takes 1 to 4 steps"),
         (["--model", "MODEL", "--guidance", "nan"], "--guidance nan: give a number, 0 or more"),
         (["--model", "MODEL", "--guidance-2", "-1"], "--guidance-2 -1.0: give a number, 0 or more"),
+        (["--model", "MODEL", "--recipe", "rcm-i2v"], "--recipe rcm-i2v is not for a WanPipeline, which --model"),
+        (["--model", "MODEL", "--recipe", "lightx2v-flf2v"], "accepted are rcm, turbowan, fastwan, lightx2v, lightn"),
+        (["--model", "MODEL", "--recipe", "turbot2av"], "--recipe turbot2av is not for a WanPipeline"),
         (["--guidance", "5"], "--guidance goes with --model"),
         (["--guidance-2", "5"], "--guidance-2 goes with --model"),
         (["--negative-prompt", "blurred"], "--negative-prompt goes with --model"),
     ],
 )
-def test_wrong_options_fail_before_anything_is_loaded(models, capsys, nothing_runs, options, message):
-    options = [str(models / "wan22") if option == "MODEL" else option for option in options]
+def test_wrong_options_fail_before_anything_is_loaded(models, original, capsys, nothing_runs, options, message):
+    folders = {"MODEL": models / "wan22", "ONE": original[0]}
+    options = [str(folders.get(option, option)) for option in options]
     assert message in error_of(capsys, "compare", *options)
+
+
+@pytest.mark.parametrize("name", ["org/name", "org/name/folder", "org/name/file.safetensors", "org/name/a/file.pt"])
+def test_a_lora_on_the_hub_passes_the_checks(models, monkeypatch, name):
+    monkeypatch.setattr(commands, "run", lambda arguments: 0)
+    assert main(["compare", "--model", str(models / "wan22"), "--lora", name]) == 0
+
+
+def test_a_missing_lora_in_a_folder_that_exists_is_no_hub_id(models, tmp_path, monkeypatch, capsys, nothing_runs):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wan/loras").mkdir(parents=True)
+    line = error_of(capsys, "compare", "--model", models / "wan22", "--lora", "wan/loras/a.safetensors")
+    assert "--lora wan/loras/a.safetensors: no such file or folder" in line
+    (tmp_path / "wan/loras/a.safetensors").write_text("no tensors")
+    line = error_of(capsys, "compare", "--model", models / "wan22", "--lora", "wan/loras/a.safetensors")
+    assert "--lora: cannot read wan/loras/a.safetensors" in line
 
 
 def test_what_the_files_hold_is_an_error_of_one_line(models, capsys):
@@ -271,7 +300,7 @@ def test_advice_is_about_options(models, tmp_path, capsys):
     line = error_of(capsys, *argv, "--lora", models / "wan22")
     assert "is a whole diffusers pipeline, not a LoRA; give it as --model. Accepted" in line
     line = error_of(capsys, *argv, "--recipe", "turbot2av")
-    assert "--recipe turbot2av is not for WanPipeline; accepted are rcm" in line
+    assert "--recipe turbot2av is not for a WanPipeline, which" in line
     assert "your own" not in line
     told = "is a LoRA, not a whole model; give it as --lora, beside the whole model."
     assert told in error_of(capsys, *argv, "--transformer", style)

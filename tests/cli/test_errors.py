@@ -13,7 +13,8 @@ import turbo_rcm_patch as trp
 from tests.cli.running import CAPTION, TINY, error_of
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
-from turbo_rcm_patch.cli import commands, files, main, pipelines
+from turbo_rcm_patch.checkpoints.lazy import SUFFIXES
+from turbo_rcm_patch.cli import checks, commands, files, main, pipelines
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.errors import CommandError, why_not_loaded
 from turbo_rcm_patch.cli.sizes import size_rules
@@ -40,6 +41,11 @@ from turbo_rcm_patch.cli.sizes import size_rules
         (["--device", "tpu"], "--device tpu is unknown"),
         (["--vram", "8 GB", "--offload"], "--vram and --offload both say where the models are"),
         (["--vram", "8 GB", "--no-patch"], "leave --vram or --no-patch out"),
+        (["--no-patch", "--preset", "quantized"], "--preset is about the patch; leave it or --no-patch out."),
+        (["--no-patch", "--preset", "sparse", "--topk", "0.3"], "--topk is about the patch; leave it or --no-patch"),
+        (["--no-patch", "--preset", "quantized", "--keep", "blocks.99"], "--keep is about the patch"),
+        (["--tiny-vae", "tae.safetensors"], "--tiny-vae: tae.safetensors: no such file or folder"),
+        (["--tiny-vae", __file__], "test_errors.py is not a file of weights; accepted are files ending in .safetens"),
         (["--vram", "8"], "--vram: '8' is no amount of memory; give a number with MB, GB, MiB or GiB"),
         (["--model", "./no/such"], "--model ./no/such: no such folder"),
         (["-o", "no/such/folder/out.mp4"], "folder no/such/folder does not exist; create it first"),
@@ -186,6 +192,9 @@ def test_a_hub_model_is_refused_by_its_index_alone(capsys, monkeypatch):
     monkeypatch.setattr(loader, "load_config", lambda model: {"_class_name": "FluxPipeline"})
     monkeypatch.setattr(loader, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights were loaded"))
     assert "owner/flux is a FluxPipeline" in error_of(capsys, "verify", "--model", "owner/flux", *TINY)
+    monkeypatch.setattr(loader, "load_config", lambda model: {"_class_name": "WanPipeline"})
+    given = ("compare", "--model", "owner/wan", "--guidance", "3", "--guidance-2", "2", *TINY)
+    assert "owner/wan has no second transformer; leave --guidance-2 out" in error_of(capsys, *given)
 
     def not_found(model):
         raise OSError("owner/name is not a local folder\nand is not on the hub")
@@ -315,6 +324,10 @@ def test_options_that_do_not_parse_are_one_line_too(capsys, argv):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_the_suffixes_of_weights_are_those_that_can_be_opened():
+    assert set(checks.WEIGHTS) == set(SUFFIXES)
+
+
 def test_help_needs_no_heavy_import():
     code = (
         "import sys; from turbo_rcm_patch.cli import main\n"
@@ -380,6 +393,26 @@ def test_a_malformed_patch_size_is_named(tmp_path, capsys):
 def test_an_image_for_a_text_to_video_model_is_refused(capsys, nothing_runs, saved_models):
     message = error_of(capsys, "verify", "--model", saved_models / "t2v", "--image", __file__, *TINY)
     assert "is a text-to-video model; leave --image out" in message
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["verify", "--preset", "quantized", "--json", "one.json", "--keep-out", "{}/one.json"],
+        ["compare", "--plot", "one.png", "--video", "{}/one.png"],
+    ],
+)
+def test_two_outputs_in_one_file(tmp_path, capsys, nothing_runs, monkeypatch, argv):
+    monkeypatch.chdir(tmp_path)
+    line = error_of(capsys, *[text.format(tmp_path) for text in argv], *TINY)
+    assert f"{argv[-4]} and {argv[-2]} are both one." in line
+    assert "give each a file of its own" in line
+
+
+def test_a_file_that_is_no_image(capsys, nothing_runs, saved_models):
+    line = error_of(capsys, "verify", "--model", saved_models / "i2v", "--image", __file__, *TINY)
+    assert f"--image {__file__}: cannot identify image file" in line
+    assert "give a PNG or JPEG file" in line
 
 
 def test_a_reader_that_leaves_ends_the_command_without_a_word():

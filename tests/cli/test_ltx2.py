@@ -14,6 +14,7 @@ import turbo_rcm_patch as trp
 from tests.cli.running import error_of
 from tests.official_ltx2 import ltx2_state_dict
 from tests.official_names import official_state_dict
+from tests.patching.tiny_vae.published import tiny_file
 from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.cli import checks, commands, main
@@ -157,14 +158,15 @@ def test_help_names_the_models_of_a_command(command, models, capsys):
     assert f"a diffusers pipeline of {models} (default:" in " ".join(capsys.readouterr().out.split())
 
 
-def test_other_commands(model, capsys, tmp_path):
+def test_other_commands(model, capsys, tmp_path, nothing_runs):
+    vae_file = tiny_file(tmp_path)
     for command in ("evaluate", "demo") if find_spec("gradio") else ("evaluate",):
         line = error_of(capsys, command, "--model", model, "--device", "cpu")
         assert f"LTX2Pipeline; {command} takes Wan models" in line
     generate = ["generate", "a fox", "--model", model, "-o", tmp_path / "a.mp4", *OPTIONS]
-    assert "--recipe rcm is not for LTX2Pipeline" in error_of(capsys, *generate, "--recipe", "rcm")
-    line = error_of(capsys, *generate, "--sigma-max", "80")
-    assert "--sigma-max is for Wan, not for LTX2Pipeline; give --recipe turbot2av." in line
-    line = error_of(capsys, *generate, "--tiny-vae", "taew2_1.safetensors")
-    assert "--tiny-vae: use_tiny_vae needs an AutoencoderKLWan or" in line
+    assert "--recipe rcm is not for a LTX2Pipeline" in error_of(capsys, *generate, "--recipe", "rcm")
+    for command in (generate, ["compare", *generate[1:4]], ["verify", "--model", model]):
+        assert "LTX2Pipeline; --vae is for Wan models" in error_of(capsys, *command, "--vae", "8bit")
+    for option, value in (("--tiny-vae", vae_file), ("--text-encoder", "8bit"), ("--sigma-max", "80")):
+        assert f"LTX2Pipeline; {option} is for Wan models, leave it out" in error_of(capsys, *generate, option, value)
     assert "--frames 6 is not" in error_of(capsys, *generate, "--frames", "6")

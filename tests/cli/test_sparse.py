@@ -107,7 +107,7 @@ def test_weights_with_projections_are_refused_in_other_tiers(saved_models, with_
         for preset in ("exact", "quantized"):
             line = error_of(capsys, *command, "--preset", preset)
             assert f"{told} --preset {preset} leaves out; give --preset sparse." in line
-    line = error_of(capsys, *generate, "--preset", "sparse", "--no-patch")
+    line = error_of(capsys, *generate, "--no-patch")
     assert f"{told} --no-patch leaves out; give --preset sparse, without --no-patch." in line
     assert main(list(map(str, [*generate, *SPARSE]))) == 0
 

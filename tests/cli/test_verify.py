@@ -168,6 +168,8 @@ def test_wrong_lists(capsys, options, message):
         (["--config", "tiny", "--offload"], "leave --offload out"),
         (["--config", "tiny", "--vram", "8GB"], "leave --vram out"),
         (["--config", "tiny", "--layers", "0"], "--layers 0: give 1 or more"),
+        (["--config", "wan2.1-1.3b", "--layers", "31"], "--layers 31: wan2.1-1.3b has 30 blocks; give at most 30."),
+        (["--config", "wan3", "--layers", "31"], "--config wan3 is unknown"),
         (["--config", "wan2.2-5b", "--height", "720"], "--height 720 is not divisible by 32; try 704"),
         (["--layers", "2"], "--layers goes with --config"),
     ],

@@ -8,13 +8,14 @@ import json
 import math
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ..amounts import parse_amount
 from ..config import Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
-from ..recipes import RCM_STEPS, RECIPES
-from ..wording import with_article
+from ..recipes import RCM_STEPS, RECIPES, recipe_names, recipes_for
+from ..wording import counted, with_article
 from .arguments import spelled
 from .errors import CommandError
 from .files import check_ffmpeg, check_output
@@ -24,9 +25,11 @@ from .sizes import SizeRules, size_rules
 OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
 GUIDANCE = ("guidance", "guidance_2", "negative_prompt")
 LORAS = ("lora", "lora_2")
+OF_WAN = ("vae", "tiny_vae", "text_encoder", "sigma_max")  # options of Wan's VAE, encoder and sampler
 TRANSFORMERS = ("transformer", "transformer_2")
 CONFIG_OPTIONS = ("topk", "mass", "min_tokens", "keep", "vae")  # of the patch, beside --preset
 _HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")  # checkpoints.lazy.SUFFIXES, whose module imports torch
 EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
 
 
@@ -50,6 +53,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_output("-o", arguments.output, (".mp4",))
         check_ffmpeg()
         _check_gpus(arguments)
+        _check_unpatched(arguments)
         _check_vae(arguments)
     if arguments.command == "compare":
         _check_comparison(arguments)
@@ -99,11 +103,17 @@ def _check_gpus(arguments: argparse.Namespace) -> None:
     check_heads(arguments.gpus, _read_json(folder / "transformer/config.json").get("num_attention_heads"))
 
 
+def _check_unpatched(arguments: argparse.Namespace) -> None:
+    given = list(config_options(arguments)) + (["preset"] if arguments.preset != "exact" else [])
+    if arguments.no_patch and given:
+        raise CommandError(f"{spelled(given[0])} is about the patch; leave it or --no-patch out.")
+
+
 def _check_vae(arguments: argparse.Namespace) -> None:
-    for option in ("no_patch", "tiny_vae"):
-        if arguments.vae is not None and getattr(arguments, option):
-            about = f"--vae {arguments.vae} is about the patched pipeline's own VAE"
-            raise CommandError(f"{about}; leave it or {spelled(option)} out.")
+    if arguments.vae is not None and arguments.tiny_vae is not None:
+        raise CommandError(f"--vae {arguments.vae} is about the pipeline's own VAE; leave it or --tiny-vae out.")
+    if arguments.tiny_vae is not None:
+        _check_weights("--tiny-vae", arguments.tiny_vae)
 
 
 def check_heads(gpus: int, heads: int | None) -> None:
@@ -144,9 +154,19 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
     has_sound = any(one.has_sound for one in PIPELINES if one.pipeline_class.__name__ == class_name)
     if has_sound and arguments.command in ("evaluate", "demo"):
         raise CommandError(f"--model {model} is {with_article(class_name)}; {arguments.command} takes Wan models.")
+    given = [option for option in OF_WAN if has_sound and getattr(arguments, option, None) is not None]
+    if given:
+        option = spelled(given[0])
+        raise CommandError(f"--model {model} is {with_article(class_name)}; {option} is for Wan models, leave it out.")
     if has_sound and getattr(arguments, "gpus", 1) > 1:
         raise CommandError(f"--model {model} is {with_article(class_name)}; --gpus takes Wan models.")
     from_image = starts[class_name] == "image"
+    recipe, taken = getattr(arguments, "recipe", None), {"sound": has_sound, "image": from_image}
+    if recipe in RECIPES and recipe not in recipes_for(**taken):
+        raise CommandError(
+            f"--recipe {recipe} is not for {with_article(class_name)}, which --model {model} is; accepted are "
+            f"{recipe_names(**taken)}."
+        )
     if from_image and arguments.command in ("evaluate", "demo"):
         command = arguments.command
         raise CommandError(f"--model {model} makes videos from an image; {command} takes text-to-video models.")
@@ -158,6 +178,14 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
         )
     if has_image and not from_image:
         raise CommandError(f"--model {model} is a text-to-video model; leave --image out.")
+
+
+def check_second_transformer(index: Mapping[str, object], arguments: argparse.Namespace) -> None:
+    """Raise CommandError for an option of the second transformer if the index of --model's pipeline lists none."""
+    _, second = index.get(TRANSFORMERS[1]) or (None, None)
+    for name in ("lora_2", "guidance_2"):
+        if second is None and getattr(arguments, name, None) is not None:
+            raise CommandError(f"--model {arguments.model} has no second transformer; leave {spelled(name)} out.")
 
 
 def check_generation(arguments: argparse.Namespace) -> None:
@@ -174,11 +202,24 @@ def check_generation(arguments: argparse.Namespace) -> None:
     if arguments.image is not None and not arguments.image.is_file():
         raise CommandError(f"--image {arguments.image}: no such file.")
     _check_model(arguments).check(arguments.height, arguments.width, arguments.frames)
+    if arguments.image is not None:
+        _check_image(arguments.image)
+
+
+def _check_image(path: Path) -> None:
+    from PIL import Image  # which no help text needs
+
+    try:
+        with Image.open(path):
+            pass
+    except OSError as error:
+        raise CommandError(f"--image {path}: {error}; give a PNG or JPEG file.") from error
 
 
 def _check_device(arguments: argparse.Namespace) -> None:
     if arguments.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
-        raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
+        accepted = "cuda or cuda:N" if arguments.command == "tune" else "cpu, cuda or cuda:N"
+        raise CommandError(f"--device {arguments.device} is unknown; give {accepted}.")
 
 
 def _check_steps(arguments: argparse.Namespace) -> None:
@@ -214,6 +255,12 @@ def _check_guidance(arguments: argparse.Namespace) -> None:
             raise CommandError(f"{option} goes with --model; without it there is no guidance.")
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
             raise CommandError(f"{option} {value}: give a number, 0 or more; up to 1 there is no guidance.")
+    for name in ("guidance_2", "negative_prompt"):
+        if getattr(arguments, name) is not None and arguments.guidance is not None and arguments.guidance <= 1:
+            raise CommandError(
+                f"{spelled(name)} has an effect only with --guidance above 1, and it is {arguments.guidance:g}; leave "
+                "it out."
+            )
 
 
 def _check_transformers(arguments: argparse.Namespace) -> None:
@@ -261,6 +308,13 @@ def _check_keep_out(arguments: argparse.Namespace) -> None:
             f"--keep-out looks for what must leave 8 bits in --preset quantized, and not in {arguments.preset}."
         )
     check_output("--keep-out", arguments.keep_out, (".json",))
+    _check_different("--json", arguments.json, "--keep-out", arguments.keep_out)
+
+
+def _check_different(option: str, path: Path | None, other: str, other_path: Path) -> None:
+    """Raise CommandError if two outputs are one file."""
+    if path is not None and path.resolve() == other_path.resolve():
+        raise CommandError(f"{option} and {other} are both {path}; give each a file of its own.")
 
 
 def _check_preset_name(preset: str) -> PatchConfig:
@@ -293,8 +347,31 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
 def _check_lora(option: str, file: str, scale: float) -> None:
     if not math.isfinite(scale):
         raise CommandError(f"{option} {file}:{scale}: give a finite strength.")
-    if not Path(file).expanduser().exists() and not _HUB_PATH.fullmatch(file):
+    path = Path(file).expanduser()
+    if path.is_file():
+        _check_weights(option, path)
+    if not path.exists() and (_is_local(path) or not _HUB_PATH.fullmatch(file)):
         raise CommandError(f"{option} {file}: no such file or folder; give one, or the id of a hub repository.")
+
+
+def _is_local(path: Path) -> bool:
+    """True for a missing file of weights in a folder that exists, or with one part before its name, unlike on the hub.
+
+    A file on the hub has the owner and the repository before its name.
+    """
+    return path.suffix in WEIGHTS and (len(path.parts) <= 2 or path.parent.is_dir())
+
+
+def _check_weights(option: str, path: Path) -> None:
+    """Raise CommandError unless a file of tensors can be read, as far as its header tells."""
+    with quiet_imports():
+        from ..checkpoints.lazy import open_tensors  # imports torch, which no help text needs
+
+    try:
+        with open_tensors(path):
+            pass
+    except ValueError as error:
+        raise CommandError(f"{option}: {error}") from None
 
 
 def _check_comparison(arguments: argparse.Namespace) -> None:
@@ -303,6 +380,8 @@ def _check_comparison(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
     check_output("--video", arguments.video, (".mp4", ".png", ".gif", ".webp"))
+    if arguments.video is not None:
+        _check_different("--plot", arguments.plot, "--video", arguments.video)
     if arguments.video is not None and arguments.video.suffix.lower() == ".mp4":
         check_ffmpeg()
 
@@ -332,6 +411,8 @@ def _check_page(arguments: argparse.Namespace) -> None:
         _check_model(argparse.Namespace(**{**vars(arguments), "model": model, "image": None}))
     for file, scale in arguments.lora or ():
         _check_lora("--lora", file, scale)
+    if arguments.lora and not arguments.model:
+        raise CommandError("--lora goes with --model; the embedded model takes none.")
     _check_address(arguments.host, arguments.port)
 
 
@@ -358,6 +439,18 @@ def _check_config(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--config builds a model and its inputs; leave {name} out.")
     if arguments.layers is not None:
         check_at_least_one("--layers", arguments.layers)
+        _check_layers(arguments)
+
+
+def _check_layers(arguments: argparse.Namespace) -> None:
+    with quiet_imports(arguments.verbose):
+        from ..patching.families import CASES  # imports torch, which no help text needs
+    case = CASES.get(arguments.config)  # of an unknown name pipelines.py says what is accepted
+    most = arguments.layers if case is None else case.transformer["num_layers"]
+    if arguments.layers > most:
+        raise CommandError(
+            f"--layers {arguments.layers}: {arguments.config} has {counted(most, 'block')}; give at most {most}."
+        )
 
 
 def check_at_least_one(option: str, value: int) -> None:
@@ -397,7 +490,9 @@ def _check_model(arguments: argparse.Namespace) -> SizeRules:
         raise CommandError(
             f"--model {model} has no model_index.json; give a folder that a diffusers pipeline was saved to."
         )
-    check_pipeline_class(_read_json(folder / "model_index.json").get("_class_name"), arguments)
+    index = _read_json(folder / "model_index.json")
+    check_pipeline_class(index.get("_class_name"), arguments)
+    check_second_transformer(index, arguments)
     return _size_rules_in(folder)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
-from ..recipes import RCM_STEPS, RECIPES, SOUND_RECIPES
+from ..recipes import RCM_STEPS, RECIPES, recipes_for
 from ..shapes.grammar import EXAMPLES
 from .checks import OWN_SAMPLER
 from .demo_answer import as_bars, as_error, as_headline, folded
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 WAITING = 8  # requests in the queue; more are told to come back
 NONE = "none"  # in the list of LoRAs
 AUTOMATIC = "automatic"  # in the list of recipes: recognised by the model's name and files
-FROM_IMAGES = ("i2v", "flf2v")  # in names of recipes for other models than the page takes
 # Each video starts when it has been loaded; side by side they are compared, so both start again when both have been.
 PLAY_TOGETHER = """
 async () => {
@@ -168,7 +167,7 @@ def _sizes(maker: DemoVideos) -> dict[str, int]:
 
 def _recipes() -> list[str]:
     """Return the recipes for models that make videos from text, without sound."""
-    return [name for name in RECIPES if name not in SOUND_RECIPES and not any(word in name for word in FROM_IMAGES)]
+    return recipes_for(sound=False, image=False)
 
 
 def _steps_of(model: str, recipe: str) -> int | None:

@@ -31,7 +31,7 @@ from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler
 from ..shapes import grammar
 from ..wording import counted
-from .checks import check_heads, check_pipeline_class, config_options
+from .checks import check_heads, check_pipeline_class, check_second_transformer, config_options
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
 from .sizes import size_rules
@@ -249,6 +249,7 @@ def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionP
         components = DiffusionPipeline.load_config(source)  # before any weights
         class_name = components.get("_class_name")
         check_pipeline_class(class_name, arguments)
+        check_second_transformer(components, arguments)
         converted = converted_folder(arguments)
         of_ours = files_of_ours(arguments, components)
         models = given_transformers(arguments, components, dtype, of_ours)

@@ -117,11 +117,12 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
         if arguments.model is not None:  # the tiny model has one sampler
             tell(arguments, str(handle))
     except NotRecognised:
-        has_sound = pipeline_of(pipe).has_sound
+        stated = pipeline_of(pipe)
         text = f"{_own_sampler(pipe, arguments.model)}: its name and files name no few-step distillation."
         if hasattr(arguments, "recipe"):
-            text += f" If it is distilled, give --recipe: {recipe_names(sound=has_sound)}."
-        elif not has_sound:
+            taken = {"sound": stated.has_sound, "image": stated.starts_from != "text"}
+            text += f" If it is distilled, give --recipe: {recipe_names(**taken)}."
+        elif not stated.has_sound:
             text += " If it is distilled, give --sigma-max, for rCM."
         tell(arguments, text)
 

@@ -17,6 +17,7 @@ from ..kernels.choice.measured import Verdict, kernels_of, tier_verdicts_of, ver
 from ..kernels.choice.tuned import forget_tuned, origin_of, tuned_file, versions
 from ..patching.families import CASES, SIZES
 from ..tables import table
+from .arguments import spelled
 from .errors import CommandError
 from .files import write_json
 from .pipelines import choose_device
@@ -28,6 +29,9 @@ DEFAULT_CONFIG = "wan2.1-1.3b"
 def tune(arguments: argparse.Namespace) -> int:
     """Measure, show and keep the results, or with --reset delete them. Raises CommandError without a GPU."""
     if arguments.reset:
+        for name in ("height", "width", "frames", "device"):
+            if getattr(arguments, name) is not None:
+                raise CommandError(f"--reset deletes all measurements; leave {spelled(name)} out.")
         try:
             lines = [f"removed {path}" for path in forget_tuned()]
         except OSError as error:

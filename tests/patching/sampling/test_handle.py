@@ -9,11 +9,11 @@ import turbo_rcm_patch as trp
 from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
 from tests.patching.sampling.test_use_rcm import published as rcm
 from tests.tiny_wan import frames_of, tiny_call, tiny_wan_pipeline
-from turbo_rcm_patch.recipes import SOUND_RECIPES, shifted
+from turbo_rcm_patch.recipes import recipes_for, shifted
 from turbo_rcm_patch.scheduler import FewStepScheduler
 
 NOISE = (1, *LATENTS)
-WAN_RECIPES = [name for name in trp.RECIPES if name not in SOUND_RECIPES]
+TEXT_RECIPES = recipes_for(sound=False, image=False)
 
 
 def record(states):
@@ -257,7 +257,7 @@ def test_more_steps_than_the_recipes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", WAN_RECIPES)
+@pytest.mark.parametrize("recipe", TEXT_RECIPES)
 def test_gpu_a_generator_on_the_cpu_gives_the_video_of_the_cpu(recipe):
     """A generator on the GPU decides the video there, with and without a patch."""
     pipe = tiny_wan_pipeline()

@@ -219,7 +219,7 @@ def test_refusals():
 
 
 def test_wan_refuses_it():
-    with pytest.raises(ValueError, match="recipe='turbot2av' is not for WanPipeline; accepted are rcm, rcm-i2v"):
+    with pytest.raises(ValueError, match="recipe='turbot2av' is not for WanPipeline; accepted are rcm, turbowan, "):
         trp.use_distilled(tiny_wan_pipeline(), recipe="turbot2av")
 
 

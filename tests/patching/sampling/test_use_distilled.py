@@ -1,6 +1,7 @@
 """use_distilled: recognising, installing, reporting, refusing and restoring."""
 
 import copy
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -16,11 +17,11 @@ from tests import lora_files
 from tests.patching.lora.test_load import assert_as_before, everything
 from tests.tiny_wan import frames_of, tiny_wan_pipeline
 from turbo_rcm_patch.patching.sampling.handle import HANDLE
-from turbo_rcm_patch.recipes import SOUND_RECIPES
+from turbo_rcm_patch.recipes import recipes_for
 from turbo_rcm_patch.scheduler import FewStepScheduler, RCMScheduler
 
 CHECKPOINTS = Path(__file__).resolve().parents[3] / "docs/checkpoints.md"
-WAN_RECIPES = [name for name in trp.RECIPES if name not in SOUND_RECIPES]
+TEXT_RECIPES = recipes_for(sound=False, image=False)
 LIGHTX2V = "wan2.1_t2v_lora_rank64_lightx2v_4step.safetensors"
 
 
@@ -168,7 +169,7 @@ def test_an_unknown_file_lists_every_recipe_and_changes_nothing(tmp_path):
     source = lora_files.kohya(pipe.transformer).save(tmp_path / "style.safetensors")
     with pytest.raises(ValueError, match=r"style\.safetensors: cannot be recognised; give how it was") as error:
         trp.use_distilled(pipe, source)
-    assert all(name in str(error.value) for name in WAN_RECIPES)
+    assert all(name in str(error.value) for name in TEXT_RECIPES)
     assert_untouched(pipe, before)
     with trp.use_distilled(pipe, source, "lightning") as handle:
         assert "lightning (as asked for)" in str(handle)
@@ -205,7 +206,7 @@ def test_a_loaded_model_whose_name_and_files_contradict_is_an_error(tmp_path):
     [
         ("none", {"recipe": "euler"}, ValueError, "recipe='euler' is unknown; accepted are rcm"),
         ("none", {"recipe": 4}, TypeError, "give a Recipe"),
-        ("none", {}, ValueError, r"the loaded model \(it has no name\) tell how .*one of rcm, rcm-i2v"),
+        ("none", {}, ValueError, r"the loaded model \(it has no name\) tell how .*one of rcm, turbowan, "),
         ("none", {"recipe": "rcm", "scale": float("nan")}, ValueError, "scale=nan"),
         ("none", {"recipe": "rcm", "scale": "0.5"}, TypeError, "scale='0.5'; give a number"),
         ("number", {}, TypeError, r"source=5; give a path, .* or a pair \(high, low\)"),
@@ -232,7 +233,7 @@ def test_errors_change_nothing(make, options, error, message, tmp_path):
     with pytest.raises(error, match=message) as raised:
         trp.use_distilled(pipe, source, **options)
     if error is ValueError and source is not None:
-        assert all(name in str(raised.value) for name in WAN_RECIPES)
+        assert all(name in str(raised.value) for name in TEXT_RECIPES)
     assert_untouched(pipe, before)
 
 
@@ -254,7 +255,7 @@ def test_a_file_that_is_no_lora_is_named_with_what_is_accepted_and_changes_nothi
     with pytest.raises(ValueError, match=kind) as error:
         trp.use_distilled(pipe, path)
     message = str(error.value)
-    assert all(name in message for name in WAN_RECIPES)
+    assert all(name in message for name in TEXT_RECIPES)
     assert "Accepted are LoRA files (.safetensors, .pth, .pt, .bin, .ckpt)" in message
     assert len(message.splitlines()) == 1
     for word in ("weights_only", "torch.load", "issubclass", "github"):
@@ -374,7 +375,7 @@ def test_a_causvid_lora_has_times_of_its_own(tmp_path):
             assert len(pipe.scheduler.timesteps) == 9
 
 
-@pytest.mark.parametrize("recipe", ["lightx2v", "fastwan", "rcm-i2v"])
+@pytest.mark.parametrize("recipe", ["lightx2v", "fastwan", "rcm"])
 def test_a_saved_pipeline_keeps_its_sampler(recipe, tmp_path):
     pipe = tiny_wan_pipeline("wan22")
     with trp.use_distilled(pipe, recipe=recipe):
@@ -387,13 +388,28 @@ def test_a_saved_pipeline_keeps_its_sampler(recipe, tmp_path):
     models = {name: pipe.components[name] for name in ("transformer", "transformer_2", "vae", "text_encoder")}
     loaded = WanPipeline.from_pretrained(tmp_path, **models)
     loaded.set_progress_bar_config(disable=True)
-    assert type(loaded.scheduler) is (RCMScheduler if recipe == "rcm-i2v" else FewStepScheduler)
+    assert type(loaded.scheduler) is (RCMScheduler if recipe == "rcm" else FewStepScheduler)
     from_disk = loaded.scheduler
     with trp.use_distilled(loaded) as handle:
         assert "(the pipeline's own)" in str(handle)
         found = frames_of(loaded, num_inference_steps=steps, seed=1)
         assert torch.equal(found, expected)
     assert loaded.scheduler is from_disk
+
+
+@pytest.mark.parametrize("recipe", ["rcm-i2v", "turbowan-i2v", "lightx2v-flf2v", "lightx2v-nvfp4-i2v"])
+def test_recipes_of_images_are_refused_where_no_image_is_taken(recipe):
+    for variant in ("t2v", "wan22", "ti2v"):
+        pipe = tiny_wan_pipeline(variant)
+        with pytest.raises(ValueError, match=f"'{recipe}' is not for WanPipeline; accepted are rcm, turbowan, fastwan"):
+            trp.use_distilled(pipe, recipe=recipe)
+        assert "prepare_latents" not in vars(pipe)
+    for variant in ("i2v", "ti2v_i2v", "v2v"):
+        with trp.use_distilled(tiny_wan_pipeline(variant), recipe=recipe) as handle:
+            assert str(handle).startswith(f"{recipe} (as asked for)")
+    own = dataclasses.replace(trp.RECIPES[recipe], name="own")
+    with trp.use_distilled(tiny_wan_pipeline(), recipe=own) as handle:
+        assert str(handle).startswith("own (as asked for)")
 
 
 def test_copies(tmp_path):

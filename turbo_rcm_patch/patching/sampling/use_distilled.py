@@ -22,7 +22,7 @@ from ...checkpoints.recognise import (
     own_name,
     swapped_files,
 )
-from ...recipes import RECIPES, SOUND_RECIPES, Recipe, find_recipe, recipe_names
+from ...recipes import RECIPES, SOUND_RECIPES, Recipe, find_recipe, recipe_names, recipes_for
 from ...scheduler import FewStepScheduler, scheduler_of
 from ..apply import transformers_of
 from ..families import family_of, pipeline_of
@@ -116,14 +116,23 @@ def use_distilled(
 
 
 def _check_recipe(pipe: DiffusionPipeline, recipe: Recipe | None) -> None:
-    """Raise ValueError for a published recipe of another family."""
-    sound = pipeline_of(pipe).has_sound
-    if recipe is None or RECIPES.get(recipe.name) is not recipe or (recipe.name in SOUND_RECIPES) == sound:
+    """Raise ValueError for a published recipe of another family, and for one of images if the pipeline takes none."""
+    taken = _taken_by(pipe)
+    if recipe is None or RECIPES.get(recipe.name) is not recipe or recipe.name in recipes_for(**taken):
         return
     raise ValueError(
-        f"recipe={recipe.name!r} is not for {type(pipe).__name__}; accepted are {recipe_names(sound=sound)}, or a "
-        "Recipe of your own."
+        f"recipe={recipe.name!r} is not for {type(pipe).__name__}; accepted are {recipe_names(**taken)}, or a Recipe "
+        "of your own."
     )
+
+
+def _taken_by(pipe: DiffusionPipeline) -> dict[str, bool]:
+    """Return the options of `recipes_for` that give the recipes for a pipeline.
+
+    VACE and video to video may get an image among their frames, and a modular pipeline by its blocks, of any class.
+    """
+    stated = pipeline_of(pipe)
+    return {"sound": stated.has_sound, "image": stated.starts_from != "text" or stated.is_modular}
 
 
 def _scales(scale: object, experts: int) -> list[float]:
@@ -142,7 +151,7 @@ def _read(pipe: DiffusionPipeline, source: Source | Sequence[Source | None], mod
     files = {}
     accepted = (
         f"Accepted are LoRA files ({', '.join(SUFFIXES)}), folders and hub ids. recipe= says how one was distilled: "
-        f"{recipe_names(sound=pipeline_of(pipe).has_sound)}."
+        f"{recipe_names(**_taken_by(pipe))}."
     )
     try:
         paths = find_files(source, len(models))
@@ -184,13 +193,13 @@ def _sampling(
         return Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
     evidence = "as asked for"
     if chosen is None:
-        sound = pipeline_of(pipe).has_sound
-        found = _recognise_files(files, models, sound=sound) if files else _recognise_loaded(models, sound=sound)
-        if found is None or (found.recipe in SOUND_RECIPES) != sound:
+        taken = _taken_by(pipe)
+        found = _recognise_files(files, models, taken) if files else _recognise_loaded(models, taken)
+        if found is None or (found.recipe in SOUND_RECIPES) != taken["sound"]:
             first, *_ = models.values()
             raise NotRecognised(
                 f"neither the name nor the files of the loaded model ({_name_of(first) or 'it has no name'}) tell how "
-                f"it was distilled; give a LoRA as source, or recipe=, one of {recipe_names(sound=sound)}."
+                f"it was distilled; give a LoRA as source, or recipe=, one of {recipe_names(**taken)}."
             )
         chosen, evidence = RECIPES[found.recipe], found.evidence
         if found.alone:
@@ -203,26 +212,26 @@ def _sampling(
     return Sampling(scheduler, recipe.name, evidence, boundary)
 
 
-def _recognise_files(files: Files, models: Models, *, sound: bool) -> Recognised:
+def _recognise_files(files: Files, models: Models, taken: dict[str, bool]) -> Recognised:
     """Recognise LoRA files. Raises ValueError if that fails.
 
-    sound: True for a pipeline that makes sound, whose LoRAs are never recognised.
+    taken: of `_taken_by`. The LoRAs of pipelines that make sound are never recognised.
     """
-    claims_of = (lambda *_: []) if sound else lora_claims
+    claims_of = (lambda *_: []) if taken["sound"] else lora_claims
     found = [claims_of(file.path, file.lora, models[name], len(models)) for name, file in files.items()]
     known = {claim.recipe for claims in found for claim in claims}
     if len(known) != 1 or [] in found:
         names = ", ".join(file.path.name for file in files.values())
         what = f"look like {' and '.join(sorted(known))}" if len(known) > 1 else "cannot be recognised"
-        raise ValueError(f"{names}: {what}; give how it was distilled as recipe=, one of {recipe_names(sound=sound)}.")
+        raise ValueError(f"{names}: {what}; give how it was distilled as recipe=, one of {recipe_names(**taken)}.")
     first = [claims[0] for claims in found]
     return next((claim for claim in first if claim.alone), first[0])
 
 
-def _recognise_loaded(models: Models, *, sound: bool) -> Recognised | None:
+def _recognise_loaded(models: Models, taken: dict[str, bool]) -> Recognised | None:
     """Recognise the loaded models by their names and files. Raises ValueError if these contradict each other.
 
-    sound: True for a pipeline that makes sound.
+    taken: of `_taken_by`.
     """
     for name, model in models.items():
         found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(keys_of_model(_name_of(model), name))]
@@ -230,7 +239,7 @@ def _recognise_loaded(models: Models, *, sound: bool) -> Recognised | None:
         if len({recognised.recipe for recognised in told}) > 1:
             raise ValueError(
                 f"the loaded model could be {told[0].recipe} ({told[0].evidence}) or {told[1].recipe} "
-                f"({told[1].evidence}); give how it was distilled as recipe=, one of {recipe_names(sound=sound)}."
+                f"({told[1].evidence}); give how it was distilled as recipe=, one of {recipe_names(**taken)}."
             )
         if told:
             return told[0]
