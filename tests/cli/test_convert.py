@@ -90,6 +90,15 @@ def test_the_lines_keep_the_attentions_that_were_kept(saved_models, tmp_path, ca
     assert "named in keep (2)" in patch.summary()
 
 
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+def test_a_folder_whose_parent_has_a_config_of_its_own_is_named_itself(tmp_path, capsys, preset):
+    model, out = tiny_wan_transformer(), tmp_path / "transformer"
+    torch.save(official_state_dict(model), tmp_path / "model.pth")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["convert", str(tmp_path / "model.pth"), str(out), "--preset", preset, *CPU]) == 0
+    assert str(out) in words_of_the_line(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_the_lines_in_python_are_for_every_transformer_of_the_folder(tmp_path, capsys, dtype):
     pipe, out, given = tiny_wan_pipeline("wan22"), tmp_path / "out", ["--dtype", dtype] if dtype else []

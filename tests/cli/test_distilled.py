@@ -268,12 +268,19 @@ def test_a_lora_on_the_hub_passes_the_checks(models, monkeypatch, name):
 
 def test_a_missing_lora_in_a_folder_that_exists_is_no_hub_id(models, tmp_path, monkeypatch, capsys, nothing_runs):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "wan/loras").mkdir(parents=True)
-    line = error_of(capsys, "compare", "--model", models / "wan22", "--lora", "wan/loras/a.safetensors")
-    assert "--lora wan/loras/a.safetensors: no such file or folder" in line
+    (tmp_path / "wan/loras/few").mkdir(parents=True)
+    for file in ("wan/loras/few/a.safetensors", tmp_path / "a.safetensors"):
+        line = error_of(capsys, "compare", "--model", models / "wan22", "--lora", file)
+        assert f"--lora {file}: no such file or folder" in line
     (tmp_path / "wan/loras/a.safetensors").write_text("no tensors")
     line = error_of(capsys, "compare", "--model", models / "wan22", "--lora", "wan/loras/a.safetensors")
     assert "--lora: cannot read wan/loras/a.safetensors" in line
+
+
+def test_a_folder_of_a_repositorys_name_hides_no_file_of_the_hub(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org/name").mkdir(parents=True)
+    test_a_lora_on_the_hub_passes_the_checks(models, monkeypatch, "org/name/file.safetensors")
 
 
 def test_what_the_files_hold_is_an_error_of_one_line(models, capsys):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 
 import turbo_rcm_patch as trp
 from tests.cli.running import CAPTION, TINY, error_of
@@ -409,10 +410,13 @@ def test_two_outputs_in_one_file(tmp_path, capsys, nothing_runs, monkeypatch, ar
     assert "give each a file of its own" in line
 
 
-def test_a_file_that_is_no_image(capsys, nothing_runs, saved_models):
+def test_a_file_that_is_no_image(capsys, nothing_runs, saved_models, tmp_path, monkeypatch):
     line = error_of(capsys, "verify", "--model", saved_models / "i2v", "--image", __file__, *TINY)
     assert f"--image {__file__}: cannot identify image file" in line
     assert "give a PNG or JPEG file" in line
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)  # more than twice as many are refused
+    Image.new("RGB", (2, 2)).save(large := tmp_path / "large.png")
+    assert "decompression bomb" in error_of(capsys, "verify", "--model", saved_models / "i2v", "--image", large, *TINY)
 
 
 def test_a_reader_that_leaves_ends_the_command_without_a_word():

@@ -212,7 +212,7 @@ def _check_image(path: Path) -> None:
     try:
         with Image.open(path):
             pass
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise CommandError(f"--image {path}: {error}; give a PNG or JPEG file.") from error
 
 
@@ -355,11 +355,9 @@ def _check_lora(option: str, file: str, scale: float) -> None:
 
 
 def _is_local(path: Path) -> bool:
-    """True for a missing file of weights in a folder that exists, or with one part before its name, unlike on the hub.
-
-    A file on the hub has the owner and the repository before its name.
-    """
-    return path.suffix in WEIGHTS and (len(path.parts) <= 2 or path.parent.is_dir())
+    """True for a missing file of weights that is not meant on the hub, where it has an owner and a repository."""
+    here = path.is_absolute() or len(path.parts) <= 2 or (len(path.parts) > 3 and path.parent.is_dir())
+    return here and path.suffix in WEIGHTS
 
 
 def _check_weights(option: str, path: Path) -> None:

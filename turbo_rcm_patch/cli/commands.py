@@ -303,7 +303,8 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
         shlex.quote(str(arguments.source)) if is_pipeline else "PIPELINE",
     ]
     target, preset = arguments.target, arguments.preset
-    if target.name in COMPONENTS and (target / "config.json").is_file():
+    is_part = target.name in COMPONENTS and (target / "config.json").is_file()
+    if is_part and not (target.parent / "config.json").exists():
         target = target.parent  # which has the other expert too, or will have it
     line += ["--transformer", shlex.quote(str(target))]
     folders = component_folders(target)
