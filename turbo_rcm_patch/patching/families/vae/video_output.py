@@ -9,6 +9,7 @@ file does not know.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -121,7 +122,16 @@ def pieces_on_cpu(
     pieces = (convert(part).permute(0, 2, 3, 1).contiguous() for part in (_finished(parts, marks) if marks else parts))
     if not frames.is_cuda:
         return (piece.cpu() for piece in pieces)
-    return _through_pinned_memory(pieces, torch.cuda.Stream(frames.device) if marks else None)
+    return _through_pinned_memory(pieces, _stream_of_copies(frames.device.index) if marks else None)
+
+
+@functools.cache
+def _stream_of_copies(device: int) -> torch.cuda.Stream:
+    """Return a GPU's stream for copies. A stream for each video would leave memory in PyTorch's cache for each.
+
+    Captures of CUDA graphs have no priority, so none of them shares it.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _finished(parts: Iterable[torch.Tensor], marks: Sequence[Mark]) -> Iterator[torch.Tensor]:
@@ -150,17 +160,21 @@ def _through_pinned_memory(
 ) -> Iterator[torch.Tensor]:
     """Yield pieces on the CPU. stream: makes and copies them, in place of the current one."""
     stages: list[_Stage] = []
-    for index in itertools.count():
-        with torch.cuda.stream(stream):
-            piece = next(pieces, None)
-            if piece is None:
-                break
-            if index < 2:
-                stages.append(_Stage(piece))
-            stages[index % 2].fill(piece)
-        if index > 0:
-            yield stages[(index - 1) % 2].content()
-    yield stages[(index - 1) % 2].content()
+    try:
+        for index in itertools.count():
+            with torch.cuda.stream(stream):
+                piece = next(pieces, None)
+                if piece is None:
+                    break
+                if index < 2:
+                    stages.append(_Stage(piece))
+                stages[index % 2].fill(piece)
+            if index > 0:
+                yield stages[(index - 1) % 2].content()
+        yield stages[(index - 1) % 2].content()
+    finally:  # whoever stops early may free the video
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 class _Stage:
