@@ -28,7 +28,7 @@ from tqdm import tqdm
 from turbo_rcm_patch.cli.arguments import add_distilled_options, add_frame_rate, add_generation_options, as_path
 from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.errors import CommandError, exit_code, user_errors
-from turbo_rcm_patch.cli.files import Sound, check_ffmpeg, write_video
+from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
 from turbo_rcm_patch.cli.other_warnings import without_other_warnings
 
 # PyTorch and diffusers are imported in functions, so that bad input is refused at once.
@@ -119,6 +119,7 @@ def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Vide
     import torch
 
     from turbo_rcm_patch.bench.timing import timed_generation
+    from turbo_rcm_patch.cli.pipelines import sound_of
     from turbo_rcm_patch.patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 
     generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
@@ -126,10 +127,8 @@ def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Vide
     begin = time.perf_counter()
     with writing_in(options.out):
         remove_leftovers(options.out, video)
-    pieces, sound = pieces_on_cpu(made.frames[0], to_8_bits), None
-    if made.sound is not None:
-        sound = Sound(made.sound[0].float().cpu().numpy(), pipe.vocoder.config.output_sampling_rate)
-    write_video(options.out / video.name, (piece.numpy() for piece in pieces), options.fps, sound)
+    pieces = (piece.numpy() for piece in pieces_on_cpu(made.frames[0], to_8_bits))
+    write_video(options.out / video.name, pieces, options.fps, sound_of(pipe, made.sound))
     seconds = {**asdict(made.timings), "writing": time.perf_counter() - begin}
     peak_memory = seconds.pop("peak_memory")
     line = {"file": video.name, "prompt": video.prompt, "seed": video.seed}

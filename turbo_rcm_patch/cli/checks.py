@@ -17,7 +17,7 @@ from ..config import Exact, PatchConfig, Quantized, options_of, presets_with, re
 from ..recipes import RCM_STEPS, RECIPES, recipe_names, recipes_for
 from ..wording import counted, with_article
 from .arguments import spelled
-from .errors import CommandError
+from .errors import CommandError, in_the_shell
 from .files import check_ffmpeg, check_output
 from .quiet_imports import quiet_imports
 from .sizes import SizeRules, size_rules
@@ -231,11 +231,6 @@ def _check_steps(arguments: argparse.Namespace) -> None:
             check_at_least_one("--steps", steps)
 
 
-def as_option(error: Exception) -> str:
-    """Return a message about an argument, such as "sigma_max=2.0: …", as one about the option."""
-    return re.sub(r"^(steps|sigma_max)=", lambda name: f"{spelled(name[1])} ", str(error))
-
-
 def _check_sigma_max(arguments: argparse.Namespace) -> None:
     if arguments.sigma_max is None:
         return
@@ -245,7 +240,7 @@ def _check_sigma_max(arguments: argparse.Namespace) -> None:
         try:
             rcm_times(RCM_STEPS if steps is None else steps, arguments.sigma_max)
         except ValueError as error:
-            raise CommandError(as_option(error)) from None
+            raise CommandError(in_the_shell(error)) from None
 
 
 def _check_guidance(arguments: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ from ..patching.weights.store import convert_model
 from ..wording import counted
 from .checks import CONFIG_OPTIONS, LORAS, TRANSFORMERS, config_options
 from .errors import CommandError, in_the_shell, user_errors
-from .files import Sound, replacing, write_json, write_video
+from .files import replacing, write_json, write_video
 from .info import info
 from .pipelines import (
     build_case,
@@ -58,6 +58,7 @@ from .pipelines import (
     is_sparse,
     load_pipeline,
     load_sampler,
+    sound_of,
     split_among,
     warn_of_size,
 )
@@ -103,7 +104,7 @@ def generate(arguments: argparse.Namespace) -> int:
         begin = time.perf_counter()
         if not writer.finish(len(video)):
             pieces = (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits))
-            write_video(arguments.output, pieces, arguments.fps, _sound_of(pipe, generation.sound))
+            write_video(arguments.output, pieces, arguments.fps, sound_of(pipe, generation.sound))
         writing = time.perf_counter() - begin
     frames, _, height, width = video.shape
     if patched is not None:
@@ -117,11 +118,6 @@ def _patched_line(arguments: argparse.Namespace, patched: Patch) -> str:
     """Return a line on a patch, after the call of it, so that it is about this video's size."""
     fused = in_one_line(patched.rows(), patched.unknown)
     return f"patched ({arguments.preset}): {fused}; -v shows the kernels"
-
-
-def _sound_of(pipe: DiffusionPipeline, sound: torch.Tensor | None) -> Sound | None:
-    """Return the first sample's sound, or None for a pipeline that makes none."""
-    return None if sound is None else Sound(sound[0].float().cpu().numpy(), pipe.vocoder.config.output_sampling_rate)
 
 
 def _config_of(arguments: argparse.Namespace) -> PatchConfig:

@@ -39,6 +39,8 @@ class CommandError(Exception):
 def in_the_shell(error: Exception | str) -> str:
     """Return an error's message with options in place of what Python's functions take."""
     message = re.sub(r"^recipe='([\w-]+)'", r"--recipe \1", str(error))
+    message = re.sub(r"^steps=", "--steps ", message)
+    message = re.sub(r"^sigma_max=", "--sigma-max ", message)
     for advice, option in _ADVICE.items():
         message = message.replace(advice, option)
     return message

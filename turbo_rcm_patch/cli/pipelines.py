@@ -33,6 +33,7 @@ from ..shapes import grammar
 from ..wording import counted
 from .checks import check_heads, check_pipeline_class, check_second_transformer, config_options
 from .errors import CommandError, why_not_loaded
+from .files import Sound
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
 from .sizes import size_rules
 from .transformers import converted_folder, files_of_ours, given_transformers
@@ -104,6 +105,11 @@ def frames_per_second(pipe: DiffusionPipeline) -> int:
     if pipeline_of(pipe).has_sound:
         return int(default_of(pipe, "frame_rate"))
     return TI2V_5B_FPS if pipe.config.get("expand_timesteps") else FPS
+
+
+def sound_of(pipe: DiffusionPipeline, sound: torch.Tensor | None) -> Sound | None:
+    """Return the first sample's sound, or None for a pipeline that makes none."""
+    return None if sound is None else Sound(sound[0].float().cpu().numpy(), pipe.vocoder.config.output_sampling_rate)
 
 
 def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:

@@ -19,7 +19,7 @@ from ..patching.sampling.use_distilled import NotRecognised
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler
 from .arguments import spelled
-from .checks import LORAS, OWN_SAMPLER, as_option, given_loras, step_counts
+from .checks import LORAS, OWN_SAMPLER, given_loras, step_counts
 from .errors import CommandError, in_the_shell
 
 
@@ -37,7 +37,7 @@ def install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> N
         for steps in step_counts(arguments):
             pipe.scheduler.set_timesteps(default_steps(pipe) if steps is None else steps)
     except (ValueError, TypeError, ImportError) as error:
-        raise CommandError(in_the_shell(as_option(error))) from error
+        raise CommandError(in_the_shell(error)) from error
 
 
 def default_steps(pipe: DiffusionPipeline) -> int:
