@@ -92,3 +92,20 @@ def test_block_sparse_attention_on_unstructured_numbers(tmp_path, monkeypatch):
     result = json.loads(json_path.read_text())
     assert "structured" not in result["settings"]
     assert [variant["name"] for variant in result["variants"]][2:] == [variants.DENSE_PATCH, variants.PATCHED]
+
+
+def test_a_whole_video_of_ltx2_has_its_sound(tmp_path, capsys):
+    json_path = tmp_path / "benchmark.json"
+    options = ["--config", "tiny-ltx2", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--decode"]
+    assert end_to_end.main([*options, "--preset", "sparse", "--json", str(json_path)]) == 0
+    result = json.loads(json_path.read_text())
+    assert [variant["name"] for variant in result["variants"]] == [
+        *(variants.UNPATCHED, variants.EXACT_PATCH, variants.PATCHED)
+    ]
+    for variant in result["variants"]:
+        timings = variant["timings"]
+        assert timings["sound"] > 0
+        assert timings["total"] > sum(timings["steps"]) + timings["vae_decode"] + timings["output"] + timings["sound"]
+    assert result["variants"][-1]["frames"]["psnr_db"] > 0
+    printed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert printed.index("output") + 1 == printed.index("sound") == printed.index("total") - 1
