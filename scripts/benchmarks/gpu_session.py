@@ -47,7 +47,8 @@ ALL_TIERS = ("--presets", "exact", "quantized", "sparse")
 AT_720P = ("--height", "720", "--width", "1280")
 LARGE_5B = ("--height", "704", "--width", "1280", "--frames", "121")
 EXCHANGE = ("scripts/benchmarks/exchange.py",)
-LTX2 = (*END_TO_END, "ltx2-19b", *THRICE)
+LTX2 = (*END_TO_END, "ltx2-19b")
+EIGHT_LAYERS = ("--layers", "8", *THRICE)
 AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
 # The tiers of a step that times several, and the ends of their runs' names.
@@ -81,19 +82,22 @@ def _small_cards() -> dict[str, tuple[str, ...]]:
 
 
 def _ltx2() -> dict[str, tuple[str, ...]]:
-    """Return LTX-2's steps: a check of two layers in each tier, and timings of eight at both sizes. One has all 48.
+    """Return LTX-2's steps: a check of two layers in each tier, timings of eight at both sizes, and whole videos.
 
     The smaller size has 6144 tokens, for which block-sparse attention is dense by default. It is not timed there.
+    The whole videos have all 48 layers, and frames and sound. They are repeated less: each time they are patched, 33 GB
+    of weights move to the host and back.
     """
     verify = (*CLI, "verify", "--config", "ltx2-19b", "--layers", "2", "--preset")
     steps = {f"verify-ltx2-19b{ending}": (*verify, preset) for preset, ending in ENDINGS.items()}
     steps["verify-ltx2-19b-block-sparse"] += ("--min-tokens", "0")
     return {
         **steps,
-        "ltx2-19b-8-layers": (*LTX2, "--layers", "8", "--preset", "exact", "quantized", "sparse"),
-        "ltx2-19b-8-layers-1024p": (*LTX2, "--layers", "8", *AT_1024P, "--preset", *ENDINGS),
+        "ltx2-19b-8-layers": (*LTX2, *EIGHT_LAYERS, "--preset", "exact", "quantized", "sparse"),
+        "ltx2-19b-8-layers-1024p": (*LTX2, *EIGHT_LAYERS, *AT_1024P, "--preset", *ENDINGS),
         "ltx2-19b-sound": ("scripts/benchmarks/sound.py", "--layers", "8"),
-        "ltx2-19b-1024p-sparse": (*LTX2, *AT_1024P, *SPARSE),
+        "ltx2-19b-1024p-sparse": (*LTX2, *AT_1024P, "--decode", "--repeats", "1", *SPARSE),
+        "ltx2-19b-sparse": (*LTX2, "--decode", "--repeats", "2", *SPARSE),
     }
 
 
