@@ -53,6 +53,8 @@ ON_THE_PAGE_ALONE = (
     "wan2.1-1.3b-block-sparse-mass-0.95",
     "wan2.1-1.3b-block-sparse-unstructured",
 )
+# Whole videos of a model whose steps no other run times with all layers. The tables of steps have theirs too.
+WITH_STEPS = ("ltx2-19b-1024p-sparse", "ltx2-19b-sparse")
 COLOURS = dict(zip(TIERS, ("#4c78a8", "#f58518", "#54a24b", "#b279a2"), strict=True))
 
 DPI = 110
@@ -77,9 +79,23 @@ def module_of(name: str) -> str:
 
 def real_models(runs: dict) -> dict[str, dict]:
     """Return the runs that compare variants' steps of a real model without LoRA."""
-    found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
-    found = {name: run for name, run in found.items() if name not in whole_videos(runs)}
+    found = {name: run for name, run in step_runs(runs).items() if "config" in run["settings"]}
     return {name: run for name, run in found.items() if "lora_ranks" not in run["settings"]}
+
+
+def step_runs(runs: dict) -> dict[str, dict]:
+    """Return the runs that compare variants' steps. Whole videos have no peak of memory here: decoding may make it."""
+    videos, found = whole_videos(runs), {name: run for name, run in runs.items() if "variants" in run}
+    return {
+        name: _without_peaks(run) if name in videos else run
+        for name, run in found.items()
+        if name not in videos or name in WITH_STEPS
+    }
+
+
+def _without_peaks(run: dict) -> dict:
+    variants = [{**variant, "timings": {**variant["timings"], "peak_memory": None}} for variant in run["variants"]]
+    return {**run, "variants": variants}
 
 
 def whole_videos(runs: dict) -> dict[str, dict]:
@@ -91,6 +107,12 @@ def whole_videos(runs: dict) -> dict[str, dict]:
 def start_of(run: dict) -> str:
     """Return what a whole video was made from: "prompt", or "embeddings" of one."""
     return "prompt" if "tokens" in run["settings"] else "embeddings"
+
+
+def end_of(run: dict) -> str:
+    """Return what a whole video has: "frames", or "frames and sound"."""
+    has_sound = any(variant["timings"].get("sound") for variant in run["variants"])
+    return "frames and sound" if has_sound else "frames"
 
 
 def model_of(run: dict) -> str:

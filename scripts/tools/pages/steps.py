@@ -8,6 +8,7 @@ from scripts.benchmarks.end_to_end import IN_8_BITS, TINY_VAE
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
 from scripts.tools.pages.charts import (
     ON_THE_PAGE_ALONE,
+    end_of,
     milliseconds,
     model_of,
     names_of,
@@ -39,6 +40,7 @@ VIDEOS_HEADER = (
     "steps, s",
     "decode, s",
     "output, s",
+    "sound, s",
     "total, s",
     "total over compile",
     "decode over eager",
@@ -55,6 +57,8 @@ SHORT_SECONDS = (
     ("wan2.1-1.3b-decoded-sparse", "total", None),
     ("wan2.2-5b-decoded", "total", None),
     ("wan2.2-5b-decoded-quantized", "total", None),
+    ("ltx2-19b-1024p-sparse", "total", None),
+    ("ltx2-19b-sparse", "total", None),
     ("wan2.1-1.3b-decoded", "vae_decode", "Wan 2.1's VAE"),
     ("wan2.1-14b-1-layer-decoded", "vae_decode", "Wan 2.1's VAE"),
     ("wan2.2-5b-1-layer-decoded", "vae_decode", "TI2V-5B's VAE"),
@@ -149,6 +153,7 @@ def steps_table(runs: dict) -> str:
         "- Targets are the speed-ups over eager and over compile, and the memory over compile's. In 8 bits they are "
         "the memory over the exact tier's, and the weights' memory over bf16's. Block-sparse attention may be no "
         "slower than dense attention in 8 bits.\n"
+        "- The memory of whole videos is in their own table, because decoding counts in it.\n"
         "- Weights outside the blocks stay in bf16. Their share is larger in models with fewer layers.\n"
         "- In runs with torchao up to commit de2fbdb, torchao's tuning applied to the whole process. There "
         "torch.compile tuned its kernels too, and took as long to compile.\n"
@@ -209,7 +214,7 @@ def gibibytes(peak: int | None) -> str:
 
 def _whole_video(run: dict) -> str:
     steps, start = run["settings"]["num_inference_steps"], start_of(run)
-    return f"a whole video of {model_of(run)}, {steps} steps, {tier_of_run(run)}, {start} to frames"
+    return f"a whole video of {model_of(run)}, {steps} steps, {tier_of_run(run)}, {start} to {end_of(run)}"
 
 
 def _size(run: dict) -> str:
@@ -297,12 +302,13 @@ def whole_videos_table(runs: dict) -> str:
     """Return the stages from the prompt or its embeddings to the frames on the CPU, a row per variant."""
     rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
     return (
-        "Whole videos, from a prompt to frames in numpy, medians over repeats. A prompt has 512 tokens, and patched "
-        "variants have a patched text encoder; videos without a time for the text begin with the prompt's embeddings. "
-        "Targets are seconds, and speed-ups: of the total over compile, and of decoding over eager and over compile, "
-        "which compiles the decoder too. A decode may not take more memory than eager, or have more than "
-        f"{ACCURACY_FACTOR} times its error. The error is that of the first 33 frames. TFLOP/s count the "
-        "multiplications of diffusers' decoder, which convolves enlarged images:\n\n" + table_of(VIDEOS_HEADER, rows)
+        "Whole videos, from a prompt to frames in numpy, with LTX-2 also to the sound, medians over repeats. A prompt "
+        "has 512 tokens, and patched variants have a patched text encoder; videos without a time for the text begin "
+        "with the prompt's embeddings. Targets are seconds, and speed-ups: of the total over compile, and of decoding "
+        "over eager and over compile, which compiles the decoder too. A decode may not take more memory than eager, or "
+        f"have more than {ACCURACY_FACTOR} times its error. The error is that of the first 33 frames. TFLOP/s count "
+        "the multiplications of diffusers' decoder, which convolves enlarged images:\n\n"
+        + table_of(VIDEOS_HEADER, rows)
     )
 
 
@@ -322,6 +328,7 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
             marked(f"{value:.2f}", value > limits.get(key, value)) + _over_rivals(run, key, value, over.get(key, {}))
             for key, value in stages.items()
         ]
+        seconds.insert(-1, f"{timings['sound']:.3f}" if timings.get("sound") else "")
         rivals = ("unpatched", "torch.compile")
         speedups = [speedup(totals.get(COMPILED), totals[variant], 0.0)]
         speedups += [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
