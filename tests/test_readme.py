@@ -25,17 +25,38 @@ def test_the_readme_and_the_page_are_rendered_from_the_results():
     assert write_pages.results_page(ROOT / "results") == (ROOT / "results/README.md").read_text()
 
 
+TIERS = ("", "-quantized", "-sparse", "-block-sparse")  # the ends of their runs' names
+
+
 def test_the_page_on_many_gpus_has_the_steps_of_the_results():
     runs = json.loads((ROOT / "results/nvidia-h200.json").read_text())["runs"]
-    rows = re.findall(r"^\| (?:Wan|the same) .*", (ROOT / "docs/gpus.md").read_text(), re.MULTILINE)
     models = [f"{model}{{}}{gpus}" for model in ("wan2.1-1.3b", "wan2.1-14b-4-layers") for gpus in ("-2-gpus", "")]
-    for row, model in zip(rows, models, strict=True):
-        names = [model.format(tier) for tier in ("", "-quantized", "-sparse", "-block-sparse")]
+    for row, model in zip(rows_on_many_gpus("one step, ms"), models, strict=True):
+        names = [model.format(tier) for tier in TIERS]
         steps = [steps_page.short_step_row(name, runs[name]) if name in runs else None for name in names]
-        _, _, compiled, *tiers, _ = row.split("|")
-        assert [tier.strip() for tier in tiers] == [step[5] if step else "not timed" for step in steps]
+        compiled, *tiers = row
+        assert tiers == [step[5] if step else "not timed" for step in steps]
         fastest, *_, slowest = sorted(step[3] for step in steps if step)
-        assert compiled.strip() in (f"{fastest} to {slowest}", steps[0][3])
+        assert compiled in (f"{fastest} to {slowest}", steps[0][3])
+
+
+def test_the_page_on_many_gpus_has_the_videos_of_the_results():
+    runs = json.loads((ROOT / "results/nvidia-h200.json").read_text())["runs"]
+    models = [f"{model}-decoded{{}}{gpus}" for model in ("wan2.1-1.3b", "wan2.2-5b") for gpus in ("-2-gpus", "")]
+    for row, model in zip(rows_on_many_gpus("one video, s"), models, strict=True):
+        timed = [runs.get(model.format(tier)) for tier in TIERS]
+        seconds = [[variant["timings"]["total"] for variant in run["variants"]] if run else None for run in timed]
+        eager, *tiers = row
+        assert tiers == [f"{total[-1]:.2f}" if total else "not timed" for total in seconds]
+        fastest, slowest = (f"{end(total[0] for total in seconds if total):.1f}" for end in (min, max))
+        assert eager == (fastest if fastest == slowest else f"{fastest} to {slowest}")
+
+
+def rows_on_many_gpus(heading: str) -> list[list[str]]:
+    """Return the rows of a table of docs/gpus.md, without their names."""
+    _, table = (ROOT / "docs/gpus.md").read_text().split(f"| {heading} |")
+    rows = table.split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.split("|")[2:-1]] for row in rows]
 
 
 def test_the_page_says_what_wrote_the_files_that_are_of_no_gpu():
