@@ -46,6 +46,7 @@ RIVALS = ("--rivals", "blocks", "models", "leaves")  # by leaves A14B may exceed
 ALL_TIERS = ("--presets", "exact", "quantized", "sparse")
 AT_720P = ("--height", "720", "--width", "1280")
 LARGE_5B = ("--height", "704", "--width", "1280", "--frames", "121")
+GROUP_OFFLOAD = ("scripts/benchmarks/group_offload.py",)
 EXCHANGE = ("scripts/benchmarks/exchange.py",)
 LTX2 = (*END_TO_END, "ltx2-19b")
 EIGHT_LAYERS = ("--layers", "8", *THRICE)
@@ -176,7 +177,8 @@ MEASUREMENTS = {
     **_small_cards(),
     "host-memory-wan2.1-14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.1-14b"),
     "host-memory-wan2.2-a14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.2-a14b"),
-    "wan2.1-14b-group-offload": ("scripts/benchmarks/group_offload.py",),
+    "wan2.1-14b-group-offload": GROUP_OFFLOAD,
+    "wan2.1-14b-group-offload-reused-memory": (*GROUP_OFFLOAD, "--reuse-host-memory"),
     "verify-sparse": (*CLI, "verify", *SPARSE),
     "verify-wan2.1-1.3b-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", "--layers", "2", *SPARSE),
     "compare-sparse": (*CLI, "compare", *SPARSE),

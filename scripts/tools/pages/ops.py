@@ -122,10 +122,11 @@ def group_offload_table(run: dict) -> str:
         ]
         for row in run["offloaded_steps"]
     ]
+    variables = " ".join(f"{name}={value}" for name, value in settings.get("variables", {}).items())
     return (
         f"Steps of {size}×{settings['width']} with random weights, resident and with diffusers' block-level group "
-        f"offloading on a stream; the median of {settings['repeats']}. At most {OFFLOADED:.2f}× the resident step is "
-        "wanted:\n\n"
+        f"offloading on a stream{f', with `{variables}`' if variables else ''}; the median of {settings['repeats']}. "
+        f"At most {OFFLOADED:.2f}× the resident step is wanted:\n\n"
         + table_of(["tier", "weights", "step, s", "over resident", "peak, GiB", "on the GPU between steps, GiB"], rows)
     )
 

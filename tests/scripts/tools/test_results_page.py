@@ -397,6 +397,8 @@ def test_offloaded_steps_are_compared_with_resident_ones_of_their_tier():
     assert "| exact | offloading enabled after the patch | 1.70 |  | 3.00 |" in text
     rows[1]["step_seconds"] = 1.77
     assert "| 1.77 | 1.11× ✗ | 3.00 |" in ops.group_offload_table(run)
+    run["settings"]["variables"] = {"REUSED": "1", "SIZE": "2"}
+    assert "on a stream, with `REUSED=1 SIZE=2`; the median" in ops.group_offload_table(run)
 
 
 @pytest.mark.parametrize(
