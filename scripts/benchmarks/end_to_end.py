@@ -16,9 +16,10 @@ patch errs more than its tier may. In the sparse tiers weights and inputs resemb
 attention leaves out. With --unstructured they do not, and block-sparse attention keeps nearly all blocks. The error is
 not measured in these tiers, because it would be that of leaving blocks out; verify measures it layer by layer.
 
-Several presets are timed one after another. torch.compile runs in turns with each of them, but compiles the blocks only
-for the first. With LoRA adapters a step is also timed without them, and with a new scale or another adapter at each
-step. torch.compile's step after a new scale is timed once.
+Several presets are timed one after another; on one GPU the exact and the quantized one in the same turns. torch.compile
+runs in turns with each of them, but compiles the blocks only for the first. With LoRA adapters a step is also timed
+without them, and with a new scale or another adapter at each step. torch.compile's step after a new scale is timed
+once.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from turbo_rcm_patch.bench.cases import (
 )
 from turbo_rcm_patch.bench.compare import Comparison, compare
 from turbo_rcm_patch.bench.report import comparison_table
+from turbo_rcm_patch.bench.variants import COMPILED, EXACT_PATCH, PATCHED, UNPATCHED
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS, VAE_8BIT, BlockSparse, PatchConfig, Sparse, resolve_config
 from turbo_rcm_patch.patching import Patch, patch, patch_text_encoder, use_tiny_vae
@@ -86,15 +88,30 @@ def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str)
 
 
 def measure_presets(options: argparse.Namespace, device: torch.device, *, is_first: bool = True) -> None:
-    """Measure one preset after another. After each, write the figures so far: by preset if several were asked for."""
-    figures = {}
+    """Measure one preset after another. After each, write the figures so far: by preset if several were asked for.
+
+    On one GPU the exact tier takes turns with the quantized one, so that it needs no run of its own beside that.
+    """
+    figures, takes_turns = {}, options.ulysses == 1 and {"exact", "quantized"} <= set(options.preset)
     for preset in options.preset:
+        if preset == "exact" and takes_turns:
+            continue
         gc.collect()  # frees the last preset's pipeline before the next one is built
         comparison = measure(options, preset, device, is_first=is_first)
         print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
         figures[preset] = comparison.to_dict()
+        if preset == "quantized" and takes_turns:
+            figures["exact"] = exact_part(comparison).to_dict()
         if options.json is not None and is_first:
             write_json(options.json, figures if len(options.preset) > 1 else figures[preset])
+
+
+def exact_part(comparison: Comparison) -> Comparison:
+    """Return the exact tier beside eager and torch.compile, from its turns with another tier. It has no summary."""
+    names = {UNPATCHED: UNPATCHED, COMPILED: COMPILED, EXACT_PATCH: PATCHED}
+    variants = [replace(each, name=names[each.name]) for each in comparison.variants if each.name in names]
+    settings = {**comparison.settings, "preset": "exact"}
+    return replace(comparison, settings=settings, variants=tuple(variants), patch_summary="")
 
 
 def measure(options: argparse.Namespace, preset: str, device: torch.device, *, is_first: bool = True) -> Comparison:

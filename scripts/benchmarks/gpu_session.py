@@ -147,7 +147,8 @@ MEASUREMENTS = {
     "host-time": ("scripts/benchmarks/host_time.py",),
     "host-time-of-4-gpus": ("scripts/benchmarks/host_time.py", "--ulysses", "4"),  # which takes one GPU
     "text-encoder": ("scripts/benchmarks/text_encoder.py",),
-    "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b"),
+    "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b", "--work", "decode"),
+    "vae-wan2.1-480p-encode": (*VAE, "wan2.1-1.3b", "--work", "encode", "output"),
     "vae-wan2.1-720p": (*VAE, "wan2.1-14b"),
     "vae-wan2.2-5b": (*VAE, "wan2.2-5b"),
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", *EACH_TIER),

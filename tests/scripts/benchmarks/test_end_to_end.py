@@ -41,6 +41,26 @@ def test_it_checks_its_presets_first(capsys):
         assert message in capsys.readouterr().err
 
 
+def test_the_exact_tier_takes_its_figures_from_its_turns_with_the_quantized_one(tmp_path, monkeypatch, capsys):
+    measured, measure = [], end_to_end.measure
+    monkeypatch.setattr(
+        end_to_end, "measure", lambda *args, **kwargs: measured.append(args[1]) or measure(*args, **kwargs)
+    )
+    json_path = tmp_path / "steps.json"
+    options = ["--config", "tiny", "--steps", "1", "--repeats", "1", "--preset", "exact", "quantized"]
+    assert end_to_end.main([*options, "--json", str(json_path)]) == 0
+    assert measured == ["quantized"]
+    figures = json.loads(json_path.read_text())
+    exact, quantized = (figures[preset] for preset in ("exact", "quantized"))
+    assert [run["settings"]["preset"] for run in (exact, quantized)] == ["exact", "quantized"]
+    assert [variant["name"] for variant in exact["variants"]] == ["unpatched", "patched"]
+    of_quantized = {variant["name"]: variant for variant in quantized["variants"]}
+    unpatched, patched = exact["variants"]
+    assert unpatched == of_quantized["unpatched"]
+    assert patched == {**of_quantized["patched exactly"], "name": "patched"}
+    assert patched["step_error"] < of_quantized["patched"]["step_error"]
+
+
 def test_another_mass(tmp_path):
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile"]
