@@ -24,6 +24,7 @@ from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import reference
 from turbo_rcm_patch.kernels.launch import recorded, recording
 from turbo_rcm_patch.patching.families import ahead
+from turbo_rcm_patch.patching.steps import in_8_bits
 from turbo_rcm_patch.patching.steps.context_parallel import ulysses_attention, why_not_between_all_to_alls
 
 ULYSSES, RING = {"ulysses_degree": RANKS}, {"ring_degree": RANKS}
@@ -38,7 +39,7 @@ MODELS = {
     "a timestep per token": ({"heads": 4}, 2, True, ULYSSES, "before"),
     "shares of any size": ({}, 2, False, ANYTHING, "before"),
 }
-# Attention in 8 bits, sparse, and both. The linears are not, unlike the tiers' own.
+# Attention in 8 bits, sparse, and both. The linears are not, unlike the tiers' own, except in IN_ALL.
 BLOCKS = {"blocks": (4, 4)}  # of the 18 tokens
 LEFT_OUT = {**BLOCKS, "mass": 0.5, "min_tokens": 0}
 IN_8_BITS = {"quantize": ("attention",)}
@@ -50,6 +51,12 @@ TIERS = {
     "block-sparse, 8 bits": trp.BlockSparse(**LEFT_OUT, **IN_8_BITS),
 }
 ON_GPU = {"exact": trp.Exact(), "quantized": trp.Quantized(), "block-sparse": trp.BlockSparse(mass=0.9, min_tokens=0)}
+IN_ALL = {
+    "quantized": trp.Quantized(),
+    "quantized linears": trp.Quantized(quantize=("linears",)),
+    "sparse": trp.Sparse(topk=0.5, **BLOCKS),
+    "block-sparse": trp.BlockSparse(**LEFT_OUT),
+}
 IN_SUMMARY = {
     "quantized": "between all-to-alls",
     "sparse": "SLA 2/5 blocks",
@@ -100,8 +107,11 @@ def on_cpu(rank):
         "compiled": compiled(),
         "graphs after the end": kept_after_the_end(parallelize),
         "graphs": run_graphs(rank, parallelize),
-        "tiers": {name: in_tier(name, ULYSSES) for name in TIERS},
-        "quantized, shares of any size": in_tier("quantized", ANYTHING),
+        "tiers": {name: in_tier(config, ULYSSES) for name, config in TIERS.items()},
+        "all in 8 bits": {
+            (name, batch): in_all_in_8_bits(config, batch) for name, config in IN_ALL.items() for batch in (1, 2)
+        },
+        "quantized, shares of any size": in_tier(TIERS["quantized"], ANYTHING),
         "families": {(*each, when): in_family(*each, when) for each in EACH_FAMILY for when in ("before", "after")},
         "ltx2": {masked: [ltx2(patched, masked) for patched in (True, False)] for masked in (True, False)},
     }
@@ -211,16 +221,30 @@ def compiled():
 
 
 @torch.no_grad()
-def in_tier(name, degrees=None):
+def in_tier(config, degrees=None, batch=3):
     """The output and the summary of a model in a tier, on all ranks if degrees are given, else in one process."""
-    model, inputs = model_and_inputs("ulysses")
-    config = TIERS[name]
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model, batch)
     if isinstance(config, trp.Sparse):
         with_own_projections(model)
     patch = trp.patch(model, config)
     if degrees is not None:
         model.enable_parallelism(config=parallel_config(**degrees))
     return model(**inputs)[0], patch.summary()
+
+
+def in_all_in_8_bits(config, batch):
+    """The results of `in_tier` on all ranks, and the shapes of rows in parts that are quantised."""
+    in_parts = []
+
+    def recorded_launch(launch, x, *options):
+        if options[2:] == (True,):
+            in_parts.append(tuple(x.shape))
+        return launch(x, *options)
+
+    with pytest.MonkeyPatch.context() as watched:
+        around_launches(watched, "QUANTIZE_ROWS", lambda launch: partial(recorded_launch, launch), in_8_bits)
+        return *in_tier(config, ULYSSES, batch), in_parts
 
 
 @torch.no_grad()
@@ -383,7 +407,7 @@ def test_gradients_are_diffusers(ranks):
 
 @functools.cache
 def alone_in_tier(name):
-    return in_tier(name)[0]
+    return in_tier(TIERS[name])[0]
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -397,6 +421,26 @@ def test_the_ranks_attend_in_8_bits_or_to_a_part_of_the_keys_as_one_process_does
         assert relative_error(output, alone_in_tier(name)) <= rounding
         assert IN_SUMMARY[wide] in row(summary, "self_attention", " attention ")
     assert relative_error(alone_in_tier(name), expected("ulysses")) > 1e-4  # the tier changes the result
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", IN_ALL)
+def test_tokens_are_put_in_8_bits_where_they_arrive(ranks, name, batch):
+    """One launch in each of two blocks gives the output projection's input, for one sample without a copy before."""
+    alone, exact = in_tier(IN_ALL[name], batch=batch)[0], exact_of(batch)
+    for results in ranks:
+        output, _, in_parts = results["all in 8 bits"][name, batch]
+        own, heads, head_dim = TOKENS // RANKS, 2, 64
+        arrived = (own, RANKS, heads // RANKS * head_dim) if batch == 1 else (batch * own, heads, head_dim)
+        assert in_parts == 2 * [arrived]
+        assert relative_error(output, exact) <= 1.05 * relative_error(alone, exact)
+
+
+@functools.cache
+def exact_of(batch):
+    model = tiny_wan_transformer()
+    with torch.no_grad():
+        return model(**tiny_transformer_inputs(model, batch))[0]
 
 
 def test_a_quantized_model_with_shares_of_any_size_takes_the_exact_attention(ranks):
