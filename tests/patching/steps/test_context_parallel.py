@@ -55,6 +55,18 @@ IN_SUMMARY = {
     "sparse": "SLA 2/5 blocks",
     "block-sparse": "block-sparse with mass 0.5",
 }
+# Layouts that the sparse tier refuses. name: (heads, degrees, the error's beginning, the reason in the summary)
+DOES_NOT_RUN = "sparse-linear attention does not run under"
+REFUSED = {
+    "three heads": (
+        3,
+        ULYSSES,
+        "3 heads cannot be shared equally among 2 GPUs; give ulysses_degree a divisor of 3.",
+        "3 heads on 2 ranks",
+    ),
+    "a ring": (2, RING, f"{DOES_NOT_RUN} ring context parallelism", "ring context parallelism"),
+    "shares of any size": (2, ANYTHING, f"{DOES_NOT_RUN} ulysses_anything", "ulysses_anything"),
+}
 # Other families: the tiers, and the options of the model. diffusers' plan of Helios names 40 blocks.
 FAMILIES = {
     "chronoedit": (("exact", "quantized", "block_sparse"), {}),
@@ -102,6 +114,7 @@ def on_cpu(rank):
         "graphs": run_graphs(rank, parallelize),
         "tiers": {name: in_tier(name, ULYSSES) for name in TIERS},
         "quantized, shares of any size": in_tier("quantized", ANYTHING),
+        "sparse, refused": {name: sparse_refused(*REFUSED[name][:2]) for name in REFUSED},
         "families": {(*each, when): in_family(*each, when) for each in EACH_FAMILY for when in ("before", "after")},
         "ltx2": {masked: [ltx2(patched, masked) for patched in (True, False)] for masked in (True, False)},
     }
@@ -186,6 +199,16 @@ def three_heads():
     patch = trp.patch(model)
     model.enable_parallelism(config=parallel_config(**ULYSSES))
     with torch.no_grad(), pytest.raises(ValueError, match="heads") as caught:
+        model(**tiny_transformer_inputs(model))
+    return str(caught.value), patch.summary()
+
+
+def sparse_refused(heads, degrees):
+    """Return the error of a sparse model, and the summary."""
+    model = with_own_projections(tiny_wan_transformer(heads=heads))
+    patch = trp.patch(model, TIERS["sparse"])
+    model.enable_parallelism(config=parallel_config(**degrees))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"heads|does not run") as caught:
         model(**tiny_transformer_inputs(model))
     return str(caught.value), patch.summary()
 
@@ -404,6 +427,19 @@ def test_a_quantized_model_with_shares_of_any_size_takes_the_exact_attention(ran
         output, summary = results["quantized, shares of any size"]
         assert relative_error(output, expected("ulysses")) <= 1e-5
         assert "ulysses_anything (2)" in row(summary, "self_attention", " attention ")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_sparse_model_refuses(ranks, name):
+    *_, message, reason = REFUSED[name]
+    for results in ranks:
+        error, summary = results["sparse, refused"][name]
+        assert error.startswith(message)
+        assert "anything=True" not in error  # no way out of the sparse tier
+        attends = row(summary, "self_attention", " attention ")
+        assert " no kernel " in attends
+        assert " 0/2 " in attends
+        assert f"{reason} (2)" in attends
 
 
 @functools.cache
