@@ -67,6 +67,11 @@ REFUSED = {
     "a ring": (2, RING, f"{DOES_NOT_RUN} ring context parallelism", "ring context parallelism"),
     "shares of any size": (2, ANYTHING, f"{DOES_NOT_RUN} ulysses_anything", "ulysses_anything"),
 }
+# What the summary shows before a call, for a usual video's 32,760 tokens. min_tokens is of those too.
+BEFORE_A_CALL = {
+    "sparse": (TIERS["sparse"], "SLA 4095/8190 blocks"),
+    "block-sparse": (trp.BlockSparse(quantize=(), min_tokens=32761), "32760 tokens, fewer than min_tokens=32761"),
+}
 # Other families: the tiers, and the options of the model. diffusers' plan of Helios names 40 blocks.
 FAMILIES = {
     "chronoedit": (("exact", "quantized", "block_sparse"), {}),
@@ -115,6 +120,7 @@ def on_cpu(rank):
         "tiers": {name: in_tier(name, ULYSSES) for name in TIERS},
         "quantized, shares of any size": in_tier("quantized", ANYTHING),
         "sparse, refused": {name: sparse_refused(*REFUSED[name][:2]) for name in REFUSED},
+        "before a call": {name: before_a_call(config) for name, (config, _) in BEFORE_A_CALL.items()},
         "families": {(*each, when): in_family(*each, when) for each in EACH_FAMILY for when in ("before", "after")},
         "ltx2": {masked: [ltx2(patched, masked) for patched in (True, False)] for masked in (True, False)},
     }
@@ -211,6 +217,16 @@ def sparse_refused(heads, degrees):
     with torch.no_grad(), pytest.raises(ValueError, match=r"heads|does not run") as caught:
         model(**tiny_transformer_inputs(model))
     return str(caught.value), patch.summary()
+
+
+def before_a_call(config):
+    """Return the summary of a model that was not called yet."""
+    model = tiny_wan_transformer()
+    if isinstance(config, trp.Sparse):
+        with_own_projections(model)
+    patch = trp.patch(model, config)
+    parallelize(model)
+    return patch.summary()
 
 
 def gradients(patched):
@@ -440,6 +456,13 @@ def test_what_a_sparse_model_refuses(ranks, name):
         assert " no kernel " in attends
         assert " 0/2 " in attends
         assert f"{reason} (2)" in attends
+
+
+@pytest.mark.parametrize("name", BEFORE_A_CALL)
+def test_before_a_call_the_summary_counts_the_tokens_of_one_video(ranks, name):
+    _, shown = BEFORE_A_CALL[name]
+    for results in ranks:
+        assert shown in row(results["before a call"][name], "self_attention", " attention ")
 
 
 @functools.cache
