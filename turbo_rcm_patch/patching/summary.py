@@ -21,6 +21,7 @@ from .families import family_of
 from .families import vae as vae_family
 from .families.family import BlockPlan, Blocks
 from .sampling.step_count import NOT_COUNTED
+from .steps.context_parallel import ranks_of
 from .steps.layers import ALONE
 from .steps.plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
 from .steps.residual import CUT_OFF
@@ -245,7 +246,8 @@ def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module, devic
 
     device: that of `device_of_calls`, which is slow to find: it walks through the whole model.
 
-    For a block whose weights are sharded or offloaded until it runs, return the last plan that ran.
+    For a block whose weights are sharded or offloaded until it runs, return the last plan that ran. For one that was
+    not called yet, return that of a usual video, of which each of several GPUs has a share of the tokens.
     """
     state = state_of(block)
     if state.plans.ran is not None and _is_away(block, device):
@@ -254,6 +256,8 @@ def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module, devic
     if latest is None:
         call = Call(state.shared.config, torch.device("cpu"), torch.float32, None, active_backend())
         latest = blocks.usual_call(call)
+        own = latest.stream.tokens // ranks_of(transformer._parallel_config)
+        latest = latest._replace(stream=latest.stream._replace(tokens=own))
     dtype = family_of(transformer).compute_dtype(transformer)
     exactly = state.exactly or (NOT_COUNTED if latest.call.exactly == NOT_COUNTED else None)
     now = {"device": device, "dtype": dtype, "derivative": None, "backend": active_backend(), "exactly": exactly}

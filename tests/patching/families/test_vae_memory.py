@@ -68,7 +68,7 @@ def each_shape_of_tiles_once(counted):
         shapes.append(z.shape)
         return made(vae, z, *others)
 
-    def join(parts, count):
+    def join(parts, count, then=None):
         shape = shapes[-1]
         if shape not in taken:
             alive, before, counted.bytes = counted.alive, counted.bytes, 0

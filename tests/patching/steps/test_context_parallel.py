@@ -50,7 +50,12 @@ TIERS = {
     "block-sparse": trp.BlockSparse(quantize=(), **LEFT_OUT),
     "block-sparse, 8 bits": trp.BlockSparse(**LEFT_OUT, **IN_8_BITS),
 }
-ON_GPU = {"exact": trp.Exact(), "quantized": trp.Quantized(), "block-sparse": trp.BlockSparse(mass=0.9, min_tokens=0)}
+ON_GPU = {
+    "exact": trp.Exact(),
+    "quantized": trp.Quantized(),
+    "sparse": trp.Sparse(topk=0.5, blocks=(64, 128)),
+    "block-sparse": trp.BlockSparse(mass=0.9, min_tokens=0),
+}
 IN_ALL = {
     "quantized": trp.Quantized(),
     "quantized linears": trp.Quantized(quantize=("linears",)),
@@ -61,6 +66,23 @@ IN_SUMMARY = {
     "quantized": "between all-to-alls",
     "sparse": "SLA 2/5 blocks",
     "block-sparse": "block-sparse with mass 0.5",
+}
+# Layouts that the sparse tier refuses. name: (heads, degrees, the error's beginning, the reason in the summary)
+DOES_NOT_RUN = "sparse-linear attention does not run under"
+REFUSED = {
+    "three heads": (
+        3,
+        ULYSSES,
+        "3 heads cannot be shared equally among 2 GPUs; give ulysses_degree a divisor of 3.",
+        "3 heads on 2 ranks",
+    ),
+    "a ring": (2, RING, f"{DOES_NOT_RUN} ring context parallelism", "ring context parallelism"),
+    "shares of any size": (2, ANYTHING, f"{DOES_NOT_RUN} ulysses_anything", "ulysses_anything"),
+}
+# What the summary shows before a call, for a usual video's 32,760 tokens. min_tokens is of those too.
+BEFORE_A_CALL = {
+    "sparse": (TIERS["sparse"], "SLA 4095/8190 blocks"),
+    "block-sparse": (trp.BlockSparse(quantize=(), min_tokens=32761), "32760 tokens, fewer than min_tokens=32761"),
 }
 # Other families: the tiers, and the options of the model. diffusers' plan of Helios names 40 blocks.
 FAMILIES = {
@@ -112,6 +134,8 @@ def on_cpu(rank):
             (name, batch): in_all_in_8_bits(config, batch) for name, config in IN_ALL.items() for batch in (1, 2)
         },
         "quantized, shares of any size": in_tier(TIERS["quantized"], ANYTHING),
+        "sparse, refused": {name: sparse_refused(*REFUSED[name][:2]) for name in REFUSED},
+        "before a call": {name: before_a_call(config) for name, (config, _) in BEFORE_A_CALL.items()},
         "families": {(*each, when): in_family(*each, when) for each in EACH_FAMILY for when in ("before", "after")},
         "ltx2": {masked: [ltx2(patched, masked) for patched in (True, False)] for masked in (True, False)},
     }
@@ -198,6 +222,26 @@ def three_heads():
     with torch.no_grad(), pytest.raises(ValueError, match="heads") as caught:
         model(**tiny_transformer_inputs(model))
     return str(caught.value), patch.summary()
+
+
+def sparse_refused(heads, degrees):
+    """Return the error of a sparse model, and the summary."""
+    model = with_own_projections(tiny_wan_transformer(heads=heads))
+    patch = trp.patch(model, TIERS["sparse"])
+    model.enable_parallelism(config=parallel_config(**degrees))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"heads|does not run") as caught:
+        model(**tiny_transformer_inputs(model))
+    return str(caught.value), patch.summary()
+
+
+def before_a_call(config):
+    """Return the summary of a model that was not called yet."""
+    model = tiny_wan_transformer()
+    if isinstance(config, trp.Sparse):
+        with_own_projections(model)
+    patch = trp.patch(model, config)
+    parallelize(model)
+    return patch.summary()
 
 
 def gradients(patched):
@@ -314,7 +358,7 @@ def on_gpu(rank):
         results[batch] = outputs, queries.shapes
     results["graphs"] = {}
     for tier, config in ON_GPU.items():
-        model, inputs = large_model_and_inputs(1)
+        model, inputs = large_model_and_inputs(1, config)
         model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
         patch = trp.patch(model, dataclasses.replace(config, cuda_graph="on"))
         outputs = [model(**inputs)[0].cpu() for _ in range(4)]
@@ -322,9 +366,11 @@ def on_gpu(rank):
     return results
 
 
-def large_model_and_inputs(batch):
+def large_model_and_inputs(batch, config=None):
     """Return a bf16 model so large that kernels and exchanges still run when the host launches the next one."""
     model = tiny_wan_transformer(heads=8, head_dim=128, dtype=torch.bfloat16).cuda()
+    if isinstance(config, trp.Sparse):
+        with_own_projections(model)
     inputs = tiny_transformer_inputs(model, batch, frames=5, height=48, width=64)
     return model, moved(inputs, "cuda")
 
@@ -450,6 +496,26 @@ def test_a_quantized_model_with_shares_of_any_size_takes_the_exact_attention(ran
         assert "ulysses_anything (2)" in row(summary, "self_attention", " attention ")
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_sparse_model_refuses(ranks, name):
+    *_, message, reason = REFUSED[name]
+    for results in ranks:
+        error, summary = results["sparse, refused"][name]
+        assert error.startswith(message)
+        assert "anything=True" not in error  # no way out of the sparse tier
+        attends = row(summary, "self_attention", " attention ")
+        assert " no kernel " in attends
+        assert " 0/2 " in attends
+        assert f"{reason} (2)" in attends
+
+
+@pytest.mark.parametrize("name", BEFORE_A_CALL)
+def test_before_a_call_the_summary_counts_the_tokens_of_one_video(ranks, name):
+    _, shown = BEFORE_A_CALL[name]
+    for results in ranks:
+        assert shown in row(results["before a call"][name], "self_attention", " attention ")
+
+
 @functools.cache
 def family_alone(name, tier):
     output, _, unpatched = in_family(name, tier)
@@ -561,13 +627,15 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
             for output in outputs:
                 assert_no_worse(output, alone, oracle)
     for tier, config in ON_GPU.items():
-        model, inputs = large_model_and_inputs(1)
-        dense = model(**inputs)[0].cpu()
+        model, inputs = large_model_and_inputs(1, config)
+        is_sparse = isinstance(config, trp.Sparse)  # then dense attention, without proj_l, gives something else
+        with trp.patch(model, dataclasses.replace(config, quantize=())) if is_sparse else contextlib.nullcontext():
+            exact = model(**inputs)[0].cpu()
         with trp.patch(model, config):
             alone = model(**inputs)[0].cpu()
         for results in ranks:
             outputs, replayed, summary = results["graphs"][tier]
             assert replayed == 3, summary
             for output in outputs:  # the first is computed eagerly
-                rounding = relative_error(alone, dense)
+                rounding = relative_error(alone, exact)
                 assert relative_error(output, alone) <= max(rounding, 0.02), (tier, summary)

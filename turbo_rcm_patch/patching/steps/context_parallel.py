@@ -95,13 +95,17 @@ def _forget_at_exit() -> None:
         graphs.forget()
 
 
-def check_heads(parallel_config: ParallelConfig, heads: int) -> None:
-    """Raise ValueError if diffusers could not share these heads among the ranks. Its own error does not say why."""
+def check_heads(parallel_config: ParallelConfig, heads: int, *, takes_any_share: bool = True) -> None:
+    """Raise ValueError if these heads cannot be shared among the ranks. diffusers' own error does not say why.
+
+    takes_any_share: True if the attention runs under ulysses_anything, which the error then names.
+    """
     config = parallel_config.context_parallel_config
     if not config.ulysses_anything and heads % config.ulysses_degree:
+        others = ", or ulysses_anything=True" if takes_any_share else ""
         raise ValueError(
             f"{heads} heads cannot be shared equally among {config.ulysses_degree} GPUs; give ulysses_degree a divisor "
-            f"of {heads}, or ulysses_anything=True."
+            f"of {heads}{others}."
         )
 
 

@@ -23,7 +23,13 @@ from ...kernels import FP8
 from ...kernels.sparse_linear.sparse_linear_reference import linear_attention
 from ...plain import is_autocast, why_not_plain
 from ..journal import Journal
-from .context_parallel import Activation, OwnTokens, ulysses_attention, why_not_between_all_to_alls
+from .context_parallel import (
+    Activation,
+    OwnTokens,
+    check_heads,
+    ulysses_attention,
+    why_not_between_all_to_alls,
+)
 from .in_8_bits import formats_label, tokens_after_exchange
 from .plan import Call, Step, Stream
 
@@ -248,10 +254,21 @@ def attention(attn: nn.Module, stream: Stream, call: Call, result: torch.dtype |
     sizes = {"head_dim": attn.inner_dim // attn.heads, "block_q": block_q, "block_k": block_k, "v_format": v_format}
     pick = call.pick(kernels.SPARSE_LINEAR_ATTENTION, kernels.SparseSpec, **sizes, result=gives)
     run = partial(attend, attn, partial(_picked, pick.launch, block_q, block_k, v_format, gives))
+    reason = _why_refused(attn, differentiated=call.derivative is not None)
+    if reason is not None:
+        return Step(run, "no kernel", reason)
     label = formats_label(pick, v_format) if quantized else pick.label
     if attn.processor._parallel_config is not None:
         run, gives = partial(run, gather=tokens_after_exchange(result, call)), result
     return Step(run, f"{label}, {_share(attn, stream, block_k)}", pick.reason, gives=gives)
+
+
+def _why_refused(attn: nn.Module, *, differentiated: bool) -> str | None:
+    """Return the reason why `attend` raises an error on several GPUs, or None."""
+    parallel_config = attn.processor._parallel_config
+    if parallel_config is None:
+        return None
+    return why_not_between_all_to_alls(parallel_config, attn.heads, differentiated=differentiated)
 
 
 def _is_last(attn: nn.Module) -> bool:
@@ -301,8 +318,9 @@ def attend(
     run = partial(_attend_whole, attn, run)
     if parallel_config is None:
         return run(q, k, v)
+    check_heads(parallel_config, attn.heads, takes_any_share=False)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    reason = why_not_between_all_to_alls(parallel_config, attn.heads, differentiated=differentiated)
+    reason = _why_refused(attn, differentiated=differentiated)
     if reason is not None:
         raise ValueError(f"sparse-linear attention does not run under {reason}; take Ulysses, without gradients.")
     return ulysses_attention(parallel_config, run, q, k, v, gather)
