@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
 from tests.patching.launches import around_launches
-from tests.patching.parallel_graphs import SCENARIOS, STEPS, kept_after_the_end, run_graphs, step_inputs
+from tests.patching.parallel_graphs import (
+    SCENARIOS,
+    STEPS,
+    WITH_RUNS,
+    inputs_with_runs,
+    kept_after_the_end,
+    run_graphs,
+    run_graphs_with_runs,
+    step_inputs,
+)
 from tests.patching.steps.test_sparse_linear import with_own_projections
 from tests.patching.tape import replays
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
@@ -100,6 +109,7 @@ def on_cpu(rank):
         "compiled": compiled(),
         "graphs after the end": kept_after_the_end(parallelize),
         "graphs": run_graphs(rank, parallelize),
+        "graphs with runs": run_graphs_with_runs(rank, parallelize),
         "tiers": {name: in_tier(name, ULYSSES) for name in TIERS},
         "quantized, shares of any size": in_tier("quantized", ANYTHING),
         "families": {(*each, when): in_family(*each, when) for each in EACH_FAMILY for when in ("before", "after")},
@@ -470,6 +480,45 @@ def test_a_graph_is_recorded_and_replayed_by_all_ranks_or_by_none(ranks, name):
     else:
         assert replayed == [STEPS - 1] * 2, notes
         assert notes[0] == notes[1]
+
+
+REPLAYED = {
+    "other timesteps": "-fff",
+    "two kinds in turn": "--fofofoof",
+    "too many runs on one": "-mm-ffmfm",
+    "large": "-fff-o--",
+    "too large": "--",
+    "a hook on one": "---",
+    "large, with a hook on one": "--",
+}
+
+
+@pytest.mark.parametrize("name", WITH_RUNS)
+@torch.no_grad()
+def test_ranks_with_other_numbers_of_runs_replay_together(ranks, name):
+    model, calls = tiny_wan_transformer(), WITH_RUNS[name]["calls"]
+    alone = [model(**inputs_with_runs(model, step, call))[0] for step, call in enumerate(calls)]
+    notes = []
+    for results in ranks:
+        outputs, replayed, note = results["graphs with runs"][0][name]
+        assert replayed == REPLAYED[name], note
+        for output, expected in zip(outputs, alone, strict=True):
+            assert relative_error(output, expected) <= 1e-5
+        notes.append(note)
+    if name == "large":
+        assert all("too large to gain (2)" in note for note in notes)
+    elif name == "a hook on one":
+        assert "another GPU runs without (3)" in notes[0]
+        assert "torch hook (3)" in notes[1]
+    elif "large" in name:
+        assert all("too large to gain (2)" in note for note in notes)
+
+
+def test_ranks_replay_recordings_that_were_made_together(ranks):
+    """NCCL does not allow others."""
+    numbers = [results["graphs with runs"][1] for results in ranks]
+    assert numbers[0] == numbers[1]
+    assert len(numbers[0]) == sum(call != "-" for calls in REPLAYED.values() for call in calls)
 
 
 def test_compiled_blocks(ranks):
