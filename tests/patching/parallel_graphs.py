@@ -27,6 +27,7 @@ WITH_RUNS = {
     "two kinds in turn": {"calls": "fofofofoof"},
     "too many runs on one": {"calls": "mmmfffmfm"},
     "large": {"calls": "ffffoomm", "share": 0.4},
+    "large, if asked for": {"calls": "mm", "share": 0.4, "config": trp.Exact(cuda_graph="on")},
     "too large": {"calls": "ff", "share": 0.2},
     "a hook on one": {"calls": "fff", "hooked": True},
     "large, with a hook on one": {"calls": "ff", "share": 0.4, "hooked": True},
@@ -92,12 +93,12 @@ def run_graphs_with_runs(rank, parallelize):
 
 
 @torch.no_grad()
-def steps_with_runs(rank, parallelize, calls, share=None, hooked=False):
+def steps_with_runs(rank, parallelize, calls, config=AUTO, share=None, hooked=False):
     """Return the outputs, which calls were replayed, and the note.
 
     share: of a block's FLOPs of which one GPU makes a graph at most. hooked: a hook of rank 1 sees the time embedding.
     """
-    model = parallel_model(parallelize)
+    model = parallel_model(parallelize, config)
     outputs, replayed = [], ""
     if hooked and rank == 1:
         model.condition_embedder.time_embedder.register_forward_hook(lambda *_: None)

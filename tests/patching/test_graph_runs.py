@@ -179,6 +179,7 @@ def test_another_embedder_embeds_every_token(tape):
         model.condition_embedder = other
     warm(pair, inputs)
     assert gates(pair[0]) == {"token"}
+    assert_replayed(pair, with_runs(inputs, [(700, 18)]))  # by the same graph
 
 
 def test_a_lora_counts_in_both(tape):

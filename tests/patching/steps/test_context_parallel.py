@@ -487,6 +487,7 @@ REPLAYED = {
     "two kinds in turn": "--fofofoof",
     "too many runs on one": "-mm-ffmfm",
     "large": "-fff-o--",
+    "large, if asked for": "-m",
     "too large": "--",
     "a hook on one": "---",
     "large, with a hook on one": "--",
@@ -505,13 +506,12 @@ def test_ranks_with_other_numbers_of_runs_replay_together(ranks, name):
         for output, expected in zip(outputs, alone, strict=True):
             assert relative_error(output, expected) <= 1e-5
         notes.append(note)
-    if name == "large":
-        assert all("too large to gain (2)" in note for note in notes)
-    elif name == "a hook on one":
+    if name == "a hook on one":
         assert "another GPU runs without (3)" in notes[0]
         assert "torch hook (3)" in notes[1]
-    elif "large" in name:
-        assert all("too large to gain (2)" in note for note in notes)
+    else:
+        too_large = name in ("large", "too large", "large, with a hook on one")
+        assert ["too large to gain (2)" in note for note in notes] == [too_large] * 2
 
 
 def test_ranks_replay_recordings_that_were_made_together(ranks):
