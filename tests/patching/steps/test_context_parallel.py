@@ -59,6 +59,7 @@ TIERS = {
     "block-sparse, 8 bits": trp.BlockSparse(**LEFT_OUT, **IN_8_BITS),
 }
 ON_GPU = {"exact": trp.Exact(), "quantized": trp.Quantized(), "block-sparse": trp.BlockSparse(mass=0.9, min_tokens=0)}
+IN_TURN = "fofofoof"  # calls of `inputs_with_runs`
 IN_SUMMARY = {
     "quantized": "between all-to-alls",
     "sparse": "SLA 2/5 blocks",
@@ -284,7 +285,8 @@ def on_gpu(rank):
     """Return results of a bf16 model on this rank's GPU.
 
     By batch: its outputs, for one batch also those of compiled blocks, and the shapes that our attention got. Under
-    "graphs", by tier: the outputs with CUDA graphs, the number of replays, and the summary.
+    "graphs", by tier: the outputs with CUDA graphs, the number of replays, and the summary. Under "graphs with runs":
+    these, after the outputs without graphs.
     """
     torch.cuda.set_device(rank)
     results = {}
@@ -305,7 +307,29 @@ def on_gpu(rank):
         patch = trp.patch(model, dataclasses.replace(config, cuda_graph="on"))
         outputs = [model(**inputs)[0].cpu() for _ in range(4)]
         results["graphs"][tier] = outputs, replays(model), patch.summary()
+    results["graphs with runs"] = {tier: gpu_steps_with_runs(config) for tier, config in ON_GPU.items()}
     return results
+
+
+@torch.no_grad()
+def gpu_steps_with_runs(config):
+    """The outputs of IN_TURN without and with graphs, the number of replays, and the summary."""
+    outputs = []
+    for mode in ("off", "on"):
+        model, _ = large_model_and_inputs(1)
+        model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
+        patch = trp.patch(model, dataclasses.replace(config, cuda_graph=mode))
+        outputs.append([model(**large_inputs_with_runs(model, *each))[0].cpu() for each in enumerate(IN_TURN)])
+    return *outputs, replays(model), patch.summary()
+
+
+def large_inputs_with_runs(model, step, call):
+    """What `inputs_with_runs` returns, for `large_model_and_inputs`: a rank's share is longer than the first frame."""
+    inputs = tiny_transformer_inputs(model, 1, frames=5, height=48, width=64, seed=step)
+    timestep = torch.full((1, 5 * 24 * 32), 900.0 - 100 * step)
+    if call == "f":
+        timestep[:, : 24 * 32] = 0.0
+    return moved({**inputs, "timestep": timestep}, "cuda")
 
 
 def large_model_and_inputs(batch):
@@ -576,3 +600,9 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
             for output in outputs:  # the first is computed eagerly
                 rounding = relative_error(alone, dense)
                 assert relative_error(output, alone) <= max(rounding, 0.02), (tier, summary)
+        for results in ranks:
+            without, outputs, replayed, summary = results["graphs with runs"][tier]
+            assert replayed == len(IN_TURN) - 2, summary
+            for ours, theirs in zip(outputs, without, strict=True):
+                assert not theirs.isnan().any()
+                assert torch.equal(ours, theirs), (tier, summary)
