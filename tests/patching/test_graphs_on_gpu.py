@@ -247,7 +247,7 @@ def make_python_collect():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["t2v", "wan22"])
+@pytest.mark.parametrize("variant", ["t2v", "ti2v", "ti2v_i2v", "wan22"])
 def test_gpu_pipelines_with_guidance_generate_the_same(variant):
     pipe = tiny_wan_pipeline(variant, torch.bfloat16).to("cuda")
     generate = partial(frames_of, pipe, variant, num_inference_steps=4, guidance_scale=4.0)
