@@ -223,6 +223,18 @@ def test_the_runs_of_another_forward_are_not_taken(tape, monkeypatch):
     assert gates(model) == {"token"}
 
 
+def test_a_call_that_is_not_recorded_finds_its_own_runs(tape):
+    """A hook on this GPU may have written to the timesteps since, so that all GPUs run the call without a graph."""
+    pair = make_models()
+    inputs = with_runs(inputs_for(pair[0], batch=1), [(0, 6), (700, 12)])
+    ahead = TimestepRuns(inputs["timestep"], torch.tensor([0.0, 700.0]), torch.tensor([6, 12]))
+    expected = run(pair[1], with_runs(inputs, [(5, 6), (705, 12)]))
+    pair[0].condition_embedder.register_forward_pre_hook(lambda _, args: (args[0].add_(5), None)[1])
+    with with_runs_ahead(shared(pair[0]), ahead), torch.no_grad():
+        assert copy.copy(shared(pair[0])).timestep_runs is None  # copies are of another forward
+        assert torch.equal(type(pair[0]).forward(pair[0], **inputs)[0], expected)
+
+
 def test_without_other_gpus_runs_do_not_raise_the_limit(tape, monkeypatch):
     pair = make_models()
     inputs = with_runs(inputs_for(pair[0], batch=1), [(0, 6), (700, 12)])
