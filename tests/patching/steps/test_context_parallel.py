@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
 from tests.patching.launches import around_launches
-from tests.patching.parallel_graphs import SCENARIOS, STEPS, kept_after_the_end, run_graphs, step_inputs
+from tests.patching.parallel_graphs import (
+    SCENARIOS,
+    STEPS,
+    WITH_RUNS,
+    inputs_with_runs,
+    kept_after_the_end,
+    run_graphs,
+    run_graphs_with_runs,
+    step_inputs,
+)
 from tests.patching.steps.test_sparse_linear import with_own_projections
 from tests.patching.tape import replays
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
@@ -62,6 +71,8 @@ IN_ALL = {
     "sparse": trp.Sparse(topk=0.5, **BLOCKS),
     "block-sparse": trp.BlockSparse(**LEFT_OUT),
 }
+WITH_RUNS = ("exact", "quantized")  # the tiers on GPUs
+IN_TURN = "fofofoof"  # calls of `inputs_with_runs`
 IN_SUMMARY = {
     "quantized": "between all-to-alls",
     "sparse": "SLA 2/5 blocks",
@@ -129,6 +140,7 @@ def on_cpu(rank):
         "compiled": compiled(),
         "graphs after the end": kept_after_the_end(parallelize),
         "graphs": run_graphs(rank, parallelize),
+        "graphs with runs": run_graphs_with_runs(rank, parallelize),
         "tiers": {name: in_tier(config, ULYSSES) for name, config in TIERS.items()},
         "all in 8 bits": {
             (name, batch): in_all_in_8_bits(config, batch) for name, config in IN_ALL.items() for batch in (1, 2)
@@ -342,7 +354,8 @@ def on_gpu(rank):
     """Return results of a bf16 model on this rank's GPU.
 
     By batch: its outputs, for one batch also those of compiled blocks, and the shapes that our attention got. Under
-    "graphs", by tier: the outputs with CUDA graphs, the number of replays, and the summary.
+    "graphs", by tier: the outputs with CUDA graphs, the number of replays, and the summary. Under "graphs with runs":
+    these, after the outputs without graphs.
     """
     torch.cuda.set_device(rank)
     results = {}
@@ -363,7 +376,29 @@ def on_gpu(rank):
         patch = trp.patch(model, dataclasses.replace(config, cuda_graph="on"))
         outputs = [model(**inputs)[0].cpu() for _ in range(4)]
         results["graphs"][tier] = outputs, replays(model), patch.summary()
+    results["graphs with runs"] = {tier: gpu_steps_with_runs(ON_GPU[tier]) for tier in WITH_RUNS}
     return results
+
+
+@torch.no_grad()
+def gpu_steps_with_runs(config):
+    """The outputs of IN_TURN without and with graphs, the number of replays, and the summary."""
+    outputs = []
+    for mode in ("off", "on"):
+        model, _ = large_model_and_inputs(1)
+        model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
+        patch = trp.patch(model, dataclasses.replace(config, cuda_graph=mode))
+        outputs.append([model(**large_inputs_with_runs(model, *each))[0].cpu() for each in enumerate(IN_TURN)])
+    return *outputs, replays(model), patch.summary()
+
+
+def large_inputs_with_runs(model, step, call):
+    """What `inputs_with_runs` returns, for `large_model_and_inputs`: a rank's share is longer than the first frame."""
+    inputs = tiny_transformer_inputs(model, 1, frames=5, height=48, width=64, seed=step)
+    timestep = torch.full((1, 5 * 24 * 32), 900.0 - 100 * step)
+    if call == "f":
+        timestep[:, : 24 * 32] = 0.0
+    return moved({**inputs, "timestep": timestep}, "cuda")
 
 
 def large_model_and_inputs(batch, config=None):
@@ -582,6 +617,45 @@ def test_a_graph_is_recorded_and_replayed_by_all_ranks_or_by_none(ranks, name):
         assert notes[0] == notes[1]
 
 
+REPLAYED = {
+    "other timesteps": "-fff",
+    "two kinds in turn": "--fofofoof",
+    "too many runs on one": "-mm-ffmfm",
+    "large": "-fff-o--",
+    "large, if asked for": "-m",
+    "too large": "--",
+    "a hook on one": "---",
+    "large, with a hook on one": "--",
+}
+
+
+@pytest.mark.parametrize("name", WITH_RUNS)
+@torch.no_grad()
+def test_ranks_with_other_numbers_of_runs_replay_together(ranks, name):
+    model, calls = tiny_wan_transformer(), WITH_RUNS[name]["calls"]
+    alone = [model(**inputs_with_runs(model, step, call))[0] for step, call in enumerate(calls)]
+    notes = []
+    for results in ranks:
+        outputs, replayed, note = results["graphs with runs"][0][name]
+        assert replayed == REPLAYED[name], note
+        for output, expected in zip(outputs, alone, strict=True):
+            assert relative_error(output, expected) <= 1e-5
+        notes.append(note)
+    if name == "a hook on one":
+        assert "another GPU runs without (3)" in notes[0]
+        assert "torch hook (3)" in notes[1]
+    else:
+        too_large = name in ("large", "too large", "large, with a hook on one")
+        assert ["too large to gain (2)" in note for note in notes] == [too_large] * 2
+
+
+def test_ranks_replay_recordings_that_were_made_together(ranks):
+    """NCCL does not allow others."""
+    numbers = [results["graphs with runs"][1] for results in ranks]
+    assert numbers[0] == numbers[1]
+    assert len(numbers[0]) == sum(call != "-" for calls in REPLAYED.values() for call in calls)
+
+
 def test_compiled_blocks(ranks):
     model = tiny_wan_transformer(layers=1)
     with torch.no_grad():
@@ -639,3 +713,10 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
             for output in outputs:  # the first is computed eagerly
                 rounding = relative_error(alone, exact)
                 assert relative_error(output, alone) <= max(rounding, 0.02), (tier, summary)
+    for results in ranks:
+        for tier in WITH_RUNS:
+            without, outputs, replayed, summary = results["graphs with runs"][tier]
+            assert replayed == len(IN_TURN) - 2, summary
+            for ours, theirs in zip(outputs, without, strict=True):
+                assert not theirs.isnan().any()
+                assert torch.equal(ours, theirs), (tier, summary)

@@ -23,6 +23,8 @@ from ..steps.context_parallel import forget_graphs, least_of_all, only_shares_to
 from ..steps.plan import Shared, active_backend
 from ..steps.residual import warn_of_saturation
 
+TOO_LARGE = "too large to gain"
+
 
 class Graphed(NamedTuple):
     """A family's part in its transformer's graphs.
@@ -67,17 +69,17 @@ class TransformerGraphs:
             self._graphs.eager[reason] += 1
         return reason is None
 
-    def run(self, inputs: Inputs, options: Hashable = ()) -> Output:
+    def run(self, inputs: Inputs, options: Hashable = (), reason: str | None = None) -> Output:
         """Return the transformer's result: computed when inputs of these shapes first come, replayed later.
 
         Under context parallelism every GPU calls this, even if it can only run eagerly: they tell each other.
 
-        options: the arguments of the call that are no tensors.
+        options: the arguments of the call that are no tensors. reason: why this call must run eagerly, or None.
         """
-        agree, reason, device = alone, None, inputs[0].device
+        agree, device = alone, inputs[0].device
         if self._is_parallel:
             agree = partial(least_of_all, self._transformer._parallel_config, device)
-            reason = self._why_not_here(device)
+            reason = reason or self._why_not_here(device)
             if reason is None:
                 prepare_graphs(self._graphs)
         if reason is None:
@@ -119,7 +121,7 @@ class TransformerGraphs:
             return reason
         config = self._shared.config
         if config.cuda_graph == "auto" and self._graphed.is_large(self._transformer, inputs, config):
-            return "too large to gain"
+            return TOO_LARGE
         return self._why_off()
 
     def _why_off(self) -> str | None:
