@@ -71,7 +71,7 @@ IN_ALL = {
     "sparse": trp.Sparse(topk=0.5, **BLOCKS),
     "block-sparse": trp.BlockSparse(**LEFT_OUT),
 }
-WITH_RUNS = ("exact", "quantized")  # the tiers on GPUs
+RUNS_ON_GPU = ("exact", "quantized")  # tiers
 IN_TURN = "fofofoof"  # calls of `inputs_with_runs`
 IN_SUMMARY = {
     "quantized": "between all-to-alls",
@@ -376,7 +376,7 @@ def on_gpu(rank):
         patch = trp.patch(model, dataclasses.replace(config, cuda_graph="on"))
         outputs = [model(**inputs)[0].cpu() for _ in range(4)]
         results["graphs"][tier] = outputs, replays(model), patch.summary()
-    results["graphs with runs"] = {tier: gpu_steps_with_runs(ON_GPU[tier]) for tier in WITH_RUNS}
+    results["graphs with runs"] = {tier: gpu_steps_with_runs(ON_GPU[tier]) for tier in RUNS_ON_GPU}
     return results
 
 
@@ -714,7 +714,7 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
                 rounding = relative_error(alone, exact)
                 assert relative_error(output, alone) <= max(rounding, 0.02), (tier, summary)
     for results in ranks:
-        for tier in WITH_RUNS:
+        for tier in RUNS_ON_GPU:
             without, outputs, replayed, summary = results["graphs with runs"][tier]
             assert replayed == len(IN_TURN) - 2, summary
             for ours, theirs in zip(outputs, without, strict=True):
