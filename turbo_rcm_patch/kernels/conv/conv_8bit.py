@@ -98,12 +98,13 @@ def _launch_portable(x, combined, values, dtype, residual, front):
 
 def _launch(launch, x, combined, values, dtype, residual, front):
     B, T, H, W, _ = x.shape
-    T = T if front is not None else T - values.shape[1] + 1
-    out = x.new_empty(B, T, H - 2, W - 2, len(values), dtype=dtype)
-    residual = None if residual is None else residual.contiguous()
+    N, kt, *_ = values.shape
+    out = x.new_empty((B, T if front is not None else T - kt + 1, H - 2, W - 2, N), dtype=dtype)
+    x, values = x.contiguous(), values.contiguous()
+    front, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, residual))
     if launch is conv_sm90.launch and not conv_sm90.fits_tma(x, front, values, residual):
         launch = conv_portable.launch
-    factor, offset = combined
+    factor, offset = combined.unbind()
     launch(x, front, values, offset, residual, out, False, 1, factor)
     return out
 
