@@ -30,21 +30,19 @@ CHANNELS = tl.constexpr(128)  # of the convolution's result that a program prepa
 NEGATED = tl.constexpr(-(1 << 31))  # the bit that changes a float's sign
 
 
-@kernel_op("measure_norm_silu")
-def _measure(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    bounds = before.clone()
+@kernel_op("measure_norm_silu", mutates_args=("bounds",))
+def _measure(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, bounds: torch.Tensor) -> None:
     rows, S, *strides = rows_of(x)
     B, C = x.shape[0], x.shape[-1]
     tile = tile_of(C, x.dtype)
     grid = row_grid(x.device, tile["ROWS"], S, B, PROGRAMS)
     operands = rows, weight.contiguous(), divisor, bounds.view(torch.int32)
     launch_kernel(_measure_kernel, grid, *operands, S, C, *strides, C**0.5, **tile)
-    return bounds
 
 
 @_measure.register_fake
-def _(x, weight, divisor, before):
-    return torch.empty_like(before)
+def _(x, weight, divisor, bounds):
+    return None
 
 
 @kernel_op("quantize_norm_silu", mutates_args=("front",))
@@ -73,7 +71,7 @@ def _(x, weight, divisor, before, bounds, front, scale, total, bias):
     return x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8), scale.new_empty(2, len(scale))
 
 
-# (x [B, T, H, W, C], weight [C], divisor [C] fp32, before [2] fp32) -> the range [2] that holds v and the one before.
+# (x [B, T, H, W, C], weight [C], divisor [C] fp32, range [2] fp32), which is widened in place so that it also holds v.
 MEASURE_NORM_SILU = triton_or_reference("measure_norm_silu", _measure, range_8bit.measure_norm_silu)
 # (x, weight, divisor, range of the frames before, range that holds it and x's, frames before [B, 2, H + 2, W + 2, C] or
 # None, scale and total of a Weight8bit, bias [N]) -> q [B, T, H + 2, W + 2, C] int8, contiguous, and the two rows of

@@ -26,6 +26,7 @@ from .classes import resnets_for_8_bits
 from .layers import with_last_frames
 from .steps import VaePlan, kernel_size, sizes_8bit
 
+ALIGNED = 4  # values of a range's place, so that each begins at a multiple of 16 bytes
 SIZE = (1, 4, 64, 64)  # B, T, H, W of an input: whether a kernel takes it does not depend on them
 
 
@@ -33,14 +34,15 @@ SIZE = (1, 4, 64, 64)  # B, T, H, W of an input: whether a kernel takes it does 
 class _Convolution:
     """A convolution during a decode: its norm's weight, its own weight and bias, and the state of its input.
 
-    front: None for an image, because nothing comes before it. combined: of the chunk that is convolved next. None:
-    before the first chunk.
+    before, bounds: the range before the present chunk, and with it. front: None for an image, because nothing comes
+    before it. combined: of the chunk that is convolved next. None: before the first chunk.
     """
 
     gain: torch.Tensor
     divisor: torch.Tensor
     weight: Weight8bit
     bias: torch.Tensor
+    before: torch.Tensor
     bounds: torch.Tensor
     front: torch.Tensor | None
     combined: torch.Tensor | None = None
@@ -77,15 +79,32 @@ class Convolutions8bit:
     def __init__(self, plan: VaePlan, *, is_image: bool):
         self._plan, self._is_image = plan, is_image
         self._known: dict[nn.Module, _Convolution] = {}
+        self._ranges: dict[nn.Module, torch.Tensor] = {}  # by up block: [2, convolutions, ALIGNED]
+        self._places: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}  # by convolution: its two ranges
         self._measure, self._quantize = (plan.call.pick(op).launch for op in (MEASURE_NORM_SILU, QUANTIZE_NORM_SILU))
+
+    def begin_chunk(self, block: nn.Module, x: torch.Tensor) -> None:
+        """Take the ranges of an up block's convolutions as those before its next chunk x.
+
+        One copy serves all of them. A copy in each convolution would be one launch in four.
+        """
+        if block in self._ranges:
+            before, bounds = self._ranges[block]
+            before.copy_(bounds)
+            return
+        convolutions = [conv for resnet in block.resnets for conv in (resnet.conv1, resnet.conv2)]
+        ranges = x.new_zeros(2, len(convolutions), ALIGNED, dtype=torch.float32)
+        self._ranges[block] = ranges
+        for conv, before, bounds in zip(convolutions, *ranges[..., :2], strict=True):
+            self._places[conv] = before, bounds
 
     def quantized(self, norm: nn.Module, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm and SiLU of x [B, T, H, W, C] in 8 bits: a convolution's input, with a pixel around images."""
         known = self._known.get(conv) or self._begin(norm, conv, x)
-        given, before, weight = (x, known.gain, known.divisor), known.bounds, known.weight
-        known.bounds = self._measure(*given, before)
+        given, ranges, weight = (x, known.gain, known.divisor), (known.before, known.bounds), known.weight
+        self._measure(*given, known.bounds)
         of_result = weight.scale, weight.total, known.bias
-        values, known.combined = self._quantize(*given, before, known.bounds, known.front, *of_result)
+        values, known.combined = self._quantize(*given, *ranges, known.front, *of_result)
         return values
 
     def convolve(self, conv: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -106,6 +125,6 @@ class Convolutions8bit:
         else:
             B, _, H, W, C = x.shape
             front = x.new_full((B, frames, H + 2, W + 2, C), EMPTY, dtype=torch.int8)
-        weight, bounds = quantize_conv_weight(weight, divisor), divisor.new_zeros(2)
-        known = self._known[conv] = _Convolution(gain, divisor, weight, conv.bias, bounds, front)
+        weight = quantize_conv_weight(weight, divisor)
+        known = self._known[conv] = _Convolution(gain, divisor, weight, conv.bias, *self._places[conv], front)
         return known
