@@ -1,6 +1,7 @@
 """The steps of the encoder and the decoder, each with its kernel, or the reason why it is not ours.
 
-Activations are channels-last, [B, T, H, W, C]. Modules are plain (plain.py decides), and read when a step runs.
+Activations are channels-last, [B, T, H, W, C]. Modules are plain (plain.py decides). A convolution is read when its
+step runs, a norm when its step is chosen.
 """
 
 from __future__ import annotations
@@ -204,11 +205,11 @@ def _halve_frames(conv, x, front):
 def rms_norm(norm: nn.Module, call: Call) -> Step:
     """Return an RMS norm with SiLU or without: (x [B, T, H, W, C], *, silu=True) -> [B, T, H, W, C]."""
     pick = call.pick(RMS_NORM_SILU)
-    return Step(partial(_rms_norm, pick.launch, norm), pick.label, pick.reason, pick=pick)
+    return Step(partial(_rms_norm, pick.launch, norm.gamma.flatten()), pick.label, pick.reason, pick=pick)
 
 
-def _rms_norm(launch, norm, x, *, silu=True):
-    return launch(x, norm.gamma.flatten(), silu)
+def _rms_norm(launch, weight, x, *, silu=True):
+    return launch(x, weight, silu)
 
 
 def attention(channels: int, call: Call) -> Step:
