@@ -16,7 +16,7 @@ import torch
 from ..dispatch import device_properties, why_not_sm90
 from ..launch import launch_kernel
 from ..sizes import cdiv
-from ..tma import descriptor_of
+from ..tma import described
 from .conv_tiles import choose_box, choose_columns
 
 try:
@@ -267,7 +267,7 @@ def fields_of(
 def descriptor(tensor: torch.Tensor, fields: dict[str, object] | None) -> TensorDescriptor | None:
     """Return a TMA descriptor with these fields. `fits_tma` has checked the tensor's address, and `why_not` its
     channels."""
-    return None if fields is None else descriptor_of(TensorDescriptor, tensor, **fields)
+    return None if fields is None else described(TensorDescriptor, tensor, fields)
 
 
 @functools.cache
