@@ -34,7 +34,7 @@ COLUMNS = ((128, 64), (128, 0), (64, 32), (64, 0))  # columns of a tile, and of 
 SHARED_PIXELS, SHARED_COLUMNS = 64, 256  # for tiles of two boxes that share the weight's rows: pixels per box, columns
 MEMORY = 208 << 10  # bytes of shared memory for the steps in flight and the staging buffer
 MOST_STAGES = 8
-REMEMBERED = 1024  # launches by their operands' shapes; a decode has about 60
+REMEMBERED = 1024  # launches by their operands' shapes; a decode has about 30
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
