@@ -72,7 +72,7 @@ def each_shape_of_tiles_once(counted):
         shape = shapes[-1]
         if shape not in taken:
             alive, before, counted.bytes = counted.alive, counted.bytes, 0
-            frames = joined(parts, count)
+            frames = joined(parts, count, then)
             taken[shape] = counted.bytes - alive, frames.shape
             counted.bytes = max(before, counted.bytes)
             return frames
