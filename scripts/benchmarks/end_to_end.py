@@ -16,10 +16,10 @@ patch errs more than its tier may. In the sparse tiers weights and inputs resemb
 attention leaves out. With --unstructured they do not, and block-sparse attention keeps nearly all blocks. The error is
 not measured in these tiers, because it would be that of leaving blocks out; verify measures it layer by layer.
 
-Several presets are timed one after another; on one GPU the exact and the quantized one in the same turns. torch.compile
-runs in turns with each of them, but compiles the blocks only for the first. With LoRA adapters a step is also timed
-without them, and with a new scale or another adapter at each step. torch.compile's step after a new scale is timed
-once.
+Several presets are timed one after another; on one GPU the exact tier's figures come from the run of the quantized one.
+torch.compile runs in turns with each of them, but compiles the blocks only for the first. With LoRA adapters a step is
+also timed without them, and with a new scale or another adapter at each step. torch.compile's step after a new scale is
+timed once.
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def measure_presets(options: argparse.Namespace, device: torch.device, *, is_fir
     """Measure one preset after another. After each, write the figures so far: by preset if several were asked for.
 
     On one GPU the exact tier takes turns with the quantized one, so that it needs no run of its own beside that.
+    Variants of the exact tier itself, such as those with a LoRA, do need one.
     """
-    figures, takes_turns = {}, options.ulysses == 1 and {"exact", "quantized"} <= set(options.preset)
+    figures, alone = {}, options.lora or options.without_graphs or options.ulysses > 1
+    takes_turns = not alone and {"exact", "quantized"} <= set(options.preset)
     for preset in options.preset:
         if preset == "exact" and takes_turns:
             continue
@@ -248,7 +250,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", action="store_true", help="encode a prompt, with Wan's text encoder")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--vae-dtype", choices=("float32", "bfloat16"), help="default: that of the transformer")
-    parser.add_argument("--other-vaes", action="store_true", help="decode in 8 bits and with a tiny VAE too")
+    parser.add_argument(
+        "--other-vaes", action="store_true", help="decode in 8 bits and with a tiny VAE too, not in the exact tier"
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)

@@ -97,8 +97,8 @@ def _ltx2() -> dict[str, tuple[str, ...]]:
         "ltx2-19b-8-layers": (*LTX2, *EIGHT_LAYERS, "--preset", "exact", "quantized", "sparse"),
         "ltx2-19b-8-layers-1024p": (*LTX2, *EIGHT_LAYERS, *AT_1024P, "--preset", *ENDINGS),
         "ltx2-19b-sound": ("scripts/benchmarks/sound.py", "--layers", "8"),
-        "ltx2-19b-1024p-sparse": (*LTX2, *AT_1024P, "--decode", "--repeats", "1", *SPARSE),
         "ltx2-19b-sparse": (*LTX2, "--decode", "--repeats", "2", *SPARSE),
+        "ltx2-19b-1024p-sparse": (*LTX2, *AT_1024P, "--decode", "--repeats", "1", *SPARSE),
     }
 
 

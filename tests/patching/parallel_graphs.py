@@ -16,7 +16,6 @@ from tests.patching.tape import AUTO, Tape, TapeRecorder, graphs_of, inputs_for,
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.patching import cuda_graphs as graphs
 from turbo_rcm_patch.patching.families.wan import graph as wan_graph
-from turbo_rcm_patch.patching.families.wan import modulation
 
 STEPS = 4
 REPLAYED = []  # the numbers of the recordings, in turn
@@ -86,7 +85,6 @@ def run_graphs_with_runs(rank, parallelize):
     """The results of models with timesteps per token, by scenario, and the numbers of the recordings replayed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "CudaRecorder", ParallelTapeRecorder)
-        patch.setattr(modulation, "MAX_RUNS", 2)
         REPLAYED.clear()
         results = {name: steps_with_runs(rank, parallelize, **options) for name, options in WITH_RUNS.items()}
     return results, list(REPLAYED)

@@ -17,6 +17,7 @@ from ..config import PatchConfig, resolve_config
 from ..patching import Patch
 from ..patching.apply import transformers_of
 from ..patching.families.vae import is_vae
+from ..tiers import EXACT
 from .coding import coded, coding_oracle, decode_flops, inputs_of, refuse_tiny_vae
 from .compilations import compilations
 from .environment import Environment, describe_environment
@@ -27,6 +28,7 @@ from .timing import StageTimings, TimedGeneration, in_turns, timed_generation
 from .variants import (
     COMPILED,
     COMPILED_AFTER_A_CHANGE,
+    EXACT_PATCH,
     PATCHED,
     UNPATCHED,
     Patching,
@@ -261,13 +263,15 @@ class _Judge:
             self._sample = coding_oracle(pipe.vae, "decode", self._latents[:, :, :ORACLE_LATENTS], torch.float32)
 
     def errors(self, switches: Mapping[str, Switch]) -> dict[str, _Errors]:
-        """Return the errors of each variant. Raises RuntimeError if the patched variant's error is above the limit."""
+        """Return the errors of each variant. Raises RuntimeError if a patched transformer's error is above the limit of
+        its tier, or the patched VAE's above its own."""
         errors = {name: self._errors(switch) for name, switch in switches.items()}
         base, patched = errors[UNPATCHED], errors[PATCHED]
-        allowed = self._config.tier.limits.allowed(base.step, self._oracle[0].dtype, "step")
-        self._check(
-            "the patched transformer", patched.step, base.step, allowed, " `turbo-rcm verify` says which block."
-        )
+        for name, tier in {EXACT_PATCH: EXACT, PATCHED: self._config.tier}.items():
+            if name in errors:
+                allowed = tier.limits.allowed(base.step, self._oracle[0].dtype, "step")
+                what = "the exactly patched transformer" if name == EXACT_PATCH else "the patched transformer"
+                self._check(what, errors[name].step, base.step, allowed, " `turbo-rcm verify` says which block.")
         if self._sample is not None:
             allowed = self._config.decode_limits.allowed(base.decode, self._latents.dtype)
             self._check("the patched VAE", patched.decode, base.decode, allowed)

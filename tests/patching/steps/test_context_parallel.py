@@ -619,10 +619,10 @@ def test_a_graph_is_recorded_and_replayed_by_all_ranks_or_by_none(ranks, name):
 
 REPLAYED = {
     "other timesteps": "-fff",
-    "two kinds in turn": "--fofofoof",
-    "too many runs on one": "-mm-ffmfm",
-    "large": "-fff-o--",
-    "large, if asked for": "-m",
+    "two kinds in turn": "-ofofofoof",
+    "too many runs on one": "----ff---",
+    "large": "-fffoo--",
+    "large, if asked for": "--",
     "too large": "--",
     "a hook on one": "---",
     "large, with a hook on one": "--",
@@ -641,12 +641,13 @@ def test_ranks_with_other_numbers_of_runs_replay_together(ranks, name):
         for output, expected in zip(outputs, alone, strict=True):
             assert relative_error(output, expected) <= 1e-5
         notes.append(note)
-    if name == "a hook on one":
-        assert "another GPU runs without (3)" in notes[0]
-        assert "torch hook (3)" in notes[1]
-    else:
-        too_large = name in ("large", "too large", "large, with a hook on one")
-        assert ["too large to gain (2)" in note for note in notes] == [too_large] * 2
+    reasons = {
+        "a hook on one": ("another GPU runs without (3)", "torch hook (3)"),
+        "large, with a hook on one": ("another GPU runs without (2)", "torch hook (2)"),
+        "large": ("another GPU runs without (2)", "timesteps per token in more than 2 runs (2)"),
+        "too large": ("too large to gain (2)", "too large to gain (2)"),
+    }
+    assert all(reason in note for reason, note in zip(reasons.get(name, ("", "")), notes, strict=True)), notes
 
 
 def test_ranks_replay_recordings_that_were_made_together(ranks):
@@ -689,7 +690,7 @@ def test_graphs_are_gone_when_a_process_group_ends(ranks):
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 @torch.no_grad()
 def test_two_gpus_are_no_worse_than_one(tmp_path):
-    ranks = in_gpu_ranks(on_gpu, tmp_path)
+    ranks = in_gpu_ranks(on_gpu, tmp_path, seconds=600)
     for batch in (1, 2):
         model, inputs = large_model_and_inputs(batch)
         alone = model(**inputs)[0].cpu()
@@ -718,5 +719,5 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
             without, outputs, replayed, summary = results["graphs with runs"][tier]
             assert replayed == len(IN_TURN) - 2, summary
             for ours, theirs in zip(outputs, without, strict=True):
-                assert not theirs.isnan().any()
-                assert torch.equal(ours, theirs), (tier, summary)
+                # Without a graph a GPU embeds no empty run, so that its GEMM sums in another order.
+                assert relative_error(ours, theirs) <= 0.01, (tier, summary)

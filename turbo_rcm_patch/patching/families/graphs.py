@@ -23,8 +23,6 @@ from ..steps.context_parallel import forget_graphs, least_of_all, only_shares_to
 from ..steps.plan import Shared, active_backend
 from ..steps.residual import warn_of_saturation
 
-TOO_LARGE = "too large to gain"
-
 
 class Graphed(NamedTuple):
     """A family's part in its transformer's graphs.
@@ -79,7 +77,7 @@ class TransformerGraphs:
         agree, device = alone, inputs[0].device
         if self._is_parallel:
             agree = partial(least_of_all, self._transformer._parallel_config, device)
-            reason = reason or self._why_not_here(device)
+            reason = self._why_not_here(device) or reason
             if reason is None:
                 prepare_graphs(self._graphs)
         if reason is None:
@@ -121,7 +119,7 @@ class TransformerGraphs:
             return reason
         config = self._shared.config
         if config.cuda_graph == "auto" and self._graphed.is_large(self._transformer, inputs, config):
-            return TOO_LARGE
+            return "too large to gain"
         return self._why_off()
 
     def _why_off(self) -> str | None:

@@ -121,31 +121,11 @@ def least_of_all(parallel_config: ParallelConfig, device: torch.device, value: i
     The ranks ask each other on the CPU if their process group has a backend for it, as by default. Otherwise they do so
     on this device, and wait for it.
     """
-    own, group = _message(parallel_config, device, value)
-    dist.all_reduce(own, dist.ReduceOp.MIN, group=group)
-    return int(own)
-
-
-def values_of_all(parallel_config: ParallelConfig | None, device: torch.device, value: int) -> tuple[int, ...]:
-    """Return the values of the ranks that share the tokens of a sample, in their order. All must call this.
-
-    They ask each other as for `least_of_all`. A rank that has all tokens asks nobody.
-    """
-    if ranks_of(parallel_config) == 1:
-        return (value,)
-    own, group = _message(parallel_config, device, value)
-    values = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(values, own, group=group)
-    return tuple(torch.cat(values).tolist())
-
-
-def _message(
-    parallel_config: ParallelConfig, device: torch.device, value: int
-) -> tuple[torch.Tensor, dist.ProcessGroup]:
-    """Return a value as a tensor [1] where the ranks ask each other, and their group."""
     group = parallel_config.context_parallel_config._flattened_mesh.get_group()
     cpu = torch.device("cpu")
-    return torch.tensor([value], device=cpu if cpu in group._device_types else device), group
+    values = torch.tensor([value], device=cpu if cpu in group._device_types else device)
+    dist.all_reduce(values, dist.ReduceOp.MIN, group=group)
+    return int(values)
 
 
 def only_shares_tokens(module: nn.Module) -> bool:
@@ -203,7 +183,7 @@ def own_tokens(received: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def own_tokens_in_8_bits(quantize: Callable, format: torch.dtype, received: torch.Tensor, ranks: int) -> Quantized:
-    """Return a rank's tokens as a Quantized [B, S/W, C]. Those of one sample are quantised where they arrived.
+    """Return a rank's tokens as a Quantized [B, S/W, C]. Those of a single sample are not copied first.
 
     quantize: the launch of a kernel of QUANTIZE_ROWS. received: as `own_tokens` takes it.
     """

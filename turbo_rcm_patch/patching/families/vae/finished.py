@@ -1,4 +1,4 @@
-"""When the frames of a video are decoded on the GPU, so that the first ones leave it while later ones are decoded."""
+"""Events that tell when frames of a video are decoded, so that the first ones can leave the GPU early."""
 
 from __future__ import annotations
 

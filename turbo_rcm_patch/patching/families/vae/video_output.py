@@ -129,7 +129,8 @@ def pieces_on_cpu(
 def _stream_of_copies(device: int) -> torch.cuda.Stream:
     """Return a GPU's stream for copies. A stream for each video would leave memory in PyTorch's cache for each.
 
-    Captures of CUDA graphs have no priority, so none of them shares it.
+    PyTorch hands streams out from a pool for each priority. Graphs are captured on streams of normal priority, so that
+    none gets this one.
     """
     return torch.cuda.Stream(device, priority=-1)
 

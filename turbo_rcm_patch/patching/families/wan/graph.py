@@ -13,10 +13,10 @@ from torch import nn
 
 from ....config import SLA_TOPK, PatchConfig, Sparse
 from ...cuda_graphs import Inputs
-from ...steps.context_parallel import ranks_of, values_of_all
+from ...steps.context_parallel import ranks_of
 from ...steps.plan import SHARED
 from ..family import graph_of
-from ..graphs import TOO_LARGE, Graphed
+from ..graphs import Graphed
 from .forward import wan_block
 from .modulation import TimestepRuns, runs_ahead, with_runs_ahead
 from .repeatable import why_not_repeatable
@@ -25,9 +25,12 @@ from .repeatable import why_not_repeatable
 # 1.6e12 FLOP of a bf16 block, or 3.3e12 of one in 8 bits, which count half. The rest is for slower hosts.
 MOST_FLOPS_PER_BLOCK = 2e12
 # Under context parallelism all GPUs wait in each block for the slowest host, and collectives are launched too. On two
-# H200s a graph of 2.3e12 FLOP gained up to 10 %, and one of 4.7e12 lost 1.7 %. The factor does not count where every
-# token has its own row of modulation, which sm_90's GEMM refuses. That is so for timesteps per token without runs.
+# H200s a graph of 2.3e12 FLOP gained up to 10 %, and one of 4.7e12 lost 1.7 %.
 FACTOR_IN_PARALLEL = 2
+# The runs of equal timesteps in the tokens of each GPU under context parallelism. Only one GPU has a first frame's. But
+# NCCL replays a recording only with those that the other GPUs made at the same time. So all GPUs need the same key.
+RUNS_IN_PARALLEL = 2
+TOO_MANY_RUNS = f"timesteps per token in more than {RUNS_IN_PARALLEL} runs"
 
 WAN_BLOCK = wan_block(WanAttention)
 
@@ -53,31 +56,30 @@ def transformer_forward(
     if torch.compiler.is_compiling() or not (graph := graph_of(self)).takes(self, inputs, reason):
         # Pass keywords: diffusers' decorator around the class's forward reads a LoRA's scale only from keywords.
         return type(self).forward(self, *inputs, return_dict=return_dict, attention_kwargs=attention_kwargs)
-    sample = graph.run(*_with_runs(self, inputs)) if timestep.ndim == 2 else graph.run(inputs)
+    if timestep.ndim == 2:
+        inputs, reason = _with_runs(self, inputs)
+    sample = graph.run(inputs, reason=reason)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
-def _with_runs(transformer: WanTransformer3DModel, inputs: Inputs) -> tuple[Inputs, tuple[int, ...], str | None]:
-    """Return what `TransformerGraphs.run` takes for a timestep [B, S]: inputs, each GPU's number of runs, and a reason.
+def _with_runs(transformer: WanTransformer3DModel, inputs: Inputs) -> tuple[Inputs, str | None]:
+    """Return inputs with a timestep [B, S], and after them the values and lengths of its runs if these can be embedded.
 
-    The values and lengths of the runs are inputs too, if all GPUs can embed runs. Under context parallelism each GPU
-    has its own number of runs, because only one has the first frame. NCCL may replay a recording only together with
-    those that the other GPUs made at the same time. So the numbers of all GPUs are part of the key. All of them must
-    call this.
+    Under context parallelism a GPU that cannot do that makes no graph, and this also returns the reason.
     """
     latents, timestep, *prompt = inputs
+    is_parallel = ranks_of(transformer._parallel_config) > 1
     runs = runs_ahead(transformer.condition_embedder, timestep, *prompt)
-    numbers = values_of_all(transformer._parallel_config, timestep.device, 0 if runs is None else len(runs.values))
-    if runs is not None and 0 not in numbers:
-        return (latents, runs.timestep, *prompt, runs.values, runs.lengths), numbers, None
-    config = getattr(transformer, SHARED).config
-    is_large = config.cuda_graph == "auto" and _is_large(transformer, inputs, config, in_rows=True)
-    return inputs, (), TOO_LARGE if is_large else None
+    if runs is not None and is_parallel:
+        runs = runs.padded(RUNS_IN_PARALLEL)
+    if runs is not None:
+        return (latents, runs.timestep, *prompt, runs.values, runs.lengths), None
+    return inputs, TOO_MANY_RUNS if is_parallel else None
 
 
 def _compute(
     transformer: WanTransformer3DModel,
-    _numbers: tuple[int, ...],
+    _options: tuple,
     latents: torch.Tensor,
     timestep: torch.Tensor,
     text: torch.Tensor,
@@ -89,13 +91,10 @@ def _compute(
         return type(transformer).forward(transformer, latents, timestep, text, image, return_dict=False)[0]
 
 
-def _is_large(
-    transformer: WanTransformer3DModel, inputs: Inputs, config: PatchConfig, *, in_rows: bool = False
-) -> bool:
-    """True if a call's kernels run longer than their launches. in_rows: True if every token has a row of modulation."""
+def _is_large(transformer: WanTransformer3DModel, inputs: Inputs, config: PatchConfig) -> bool:
     ranks = ranks_of(transformer._parallel_config)
     flops = flops_per_block(transformer, inputs[0], config) / ranks
-    return is_more(flops, MOST_FLOPS_PER_BLOCK, 1 if in_rows else ranks)
+    return is_more(flops, MOST_FLOPS_PER_BLOCK, ranks)
 
 
 def is_more(flops: float, most: float, ranks: int) -> bool:

@@ -4,7 +4,8 @@ TI2V-5B gives every token its own timestep, but a video has only one or two: one
 the other frames. The time embedding is computed once for each run of equal timesteps. The kernels find the row of a
 token. The model still passes on one row per token, for hooks and other code that read it.
 
-The runs are found by waiting for the GPU, which a CUDA graph cannot do. So they are found ahead of a recorded forward.
+The runs are found by waiting for the GPU, which a CUDA graph cannot do. So they are found before a forward is recorded
+or replayed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ class TimestepRuns(NamedTuple):
     timestep: torch.Tensor
     values: torch.Tensor
     lengths: torch.Tensor
+
+    def padded(self, count: int) -> TimestepRuns | None:
+        """Return these runs with empty ones after them, so that there are `count`, or None if there are more."""
+        missing = count - len(self.values)
+        if missing < 0:
+            return None
+        values, lengths = (torch.nn.functional.pad(each, (0, missing)) for each in (self.values, self.lengths))
+        return TimestepRuns(self.timestep, values, lengths)
 
     def are_of(self, timestep: torch.Tensor) -> bool:
         """True if timestep [B·S] is that tensor or a view of all of it."""
