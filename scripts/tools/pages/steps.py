@@ -104,7 +104,9 @@ STEP_TARGETS = {
     "wan2.2-5b-8-layers-quantized": {"torch.compile": 1.48},
     "wan2.1-1.3b-sparse": {"torch.compile": 4.2},
     "wan2.1-14b-4-layers-sparse": {"torch.compile": 4.4},
+    "ltx2-19b-8-layers-sparse": {"torch.compile": 3.0},
     "ltx2-19b-8-layers-1024p-sparse": {"torch.compile": 3.0},
+    "ltx2-19b-sparse": {"torch.compile": 3.0},
     "ltx2-19b-1024p-sparse": {"torch.compile": 3.0},
 }
 # The largest allowed ratio of a step's time with LoRA to its time without.
