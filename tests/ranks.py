@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tests.tiny_wan
 import turbo_rcm_patch.patching.apply
+from turbo_rcm_patch.patching.families import family_of
 
 RANKS = 2
 _forked = []  # the connection to the process that forks the ranks, if there is one
@@ -115,6 +116,6 @@ def _fork_ranks(connection):
 
 def shard(model, mesh, **options):
     """Apply fully_shard (FSDP2) to each block and to the whole, as users do."""
-    for block in model.blocks:
+    for _, block in family_of(model).every_block(model):
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)

@@ -291,13 +291,15 @@ def _cache(randn):
     return {key: randn(2, BATCH, HEADS, FRAMES * count, HEAD_DIM) for key, count in tokens.items()}
 
 
+# The ends of names: also of LTX-2's prompts, of its attentions between streams, and of LTX-2.5's keyframes.
+TABLES = ("scale_shift_table", "modulation", "keyframes_abs_pos_embedding")
+
+
 def _with_random_vectors(model):
     """Norm weights start at 1, biases may start at 0 and gates are small: leaving one out must change the output."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
-        elif name.endswith(
-            ("scale_shift_table", "modulation")
-        ):  # also of LTX-2's prompts and of its attentions between streams
+        elif name.endswith(TABLES):
             torch.nn.init.normal_(parameter, std=0.5)
     return model

@@ -310,7 +310,7 @@ CHANGES = {
     "layerwise casting": Change(  # to bf16, which holds the weights exactly
         called(lambda model: model.enable_layerwise_casting(torch.bfloat16, torch.float32), "hook layerwise_casting"),
         TIERS,
-        families=("anyflow far",),
+        families=("anyflow far", "ltx2"),
         silent=True,
     ),
     "offloading of blocks": Change(
@@ -343,7 +343,9 @@ CHANGES = {
         silent=True,
         before=True,
     ),
-    "linears quantised by torchao": Change(quantised_by_torchao, ("exact", "block_sparse"), ("vace",), before=True),
+    "linears quantised by torchao": Change(
+        quantised_by_torchao, ("exact", "block_sparse"), ("vace", "ltx2"), before=True
+    ),
     "a compiled block": Change(
         replaced("blocks", "0", lambda blocks: torch.compile(blocks[0]), {GRAPHS: "OptimizedModule layer", None: None}),
         (*MOST, GRAPHS),

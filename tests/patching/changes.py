@@ -17,7 +17,7 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from tests.patching.pairs import attention_class
+from tests.patching.pairs import attention_class, blocks_of
 from tests.tiny_families import tiny_family_transformer
 
 GRAPHS = "graphs"  # the exact tier with CUDA graphs
@@ -371,7 +371,7 @@ def fused_lora(model):
 def quantised_by_torchao(model):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    quantize_(model.blocks, Int8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, nn.Linear))
+    quantize_(blocks_of(model), Int8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, nn.Linear))
     yield " weight"
 
 

@@ -31,10 +31,12 @@ def output_of(name, model, device="cpu", **overrides):
     """The model's result; for LTX-2 both streams' in one tensor."""
     inputs = {**tiny_family_inputs(name, model), **overrides}
     with torch.no_grad():
-        outputs = model(**_on(device, inputs))
-    if name.startswith("ltx2"):
-        return torch.cat([stream.flatten(1) for stream in outputs], 1)
-    return first_of(outputs)
+        return in_one_tensor(name, model(**_on(device, inputs)))
+
+
+def in_one_tensor(name, outputs):
+    """A model's result, or LTX-2's both streams, in one tensor."""
+    return torch.cat([stream.flatten(1) for stream in outputs], 1) if name.startswith("ltx2") else first_of(outputs)
 
 
 def _on(device, value):

@@ -23,7 +23,7 @@ from tests.oracle import relative_error
 from tests.patching import tape as tapes
 from tests.patching.change_table import CHANGES, MOST, Change
 from tests.patching.changes import ANYTHING, GRAPHS, SEEN, WRITES
-from tests.patching.pairs import attributes_of
+from tests.patching.pairs import attributes_of, in_one_tensor
 from tests.tiny_families import EACH_MODEL, first_of, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs
 from turbo_rcm_patch.patching.families import family_of
@@ -121,7 +121,7 @@ class Models:
         if self.timestep is not None:
             inputs["timestep"] = self.timestep
         with torch.no_grad(), model.cache_context("cond") if cached else nullcontext():
-            return model(**inputs)[0]
+            return in_one_tensor(self.family, model(**inputs))
 
     def unchanged(self):
         """Return the oracle's output before the change. Models of the same options have the same."""

@@ -11,6 +11,8 @@ from diffusers import (
 )
 
 import turbo_rcm_patch as trp
+from tests.patching.pairs import attributes_of, blocks_of
+from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_transformer
 
 SMALL = {"num_attention_heads": 2, "num_layers": 1}
@@ -41,6 +43,29 @@ def test_a_same_named_block_of_another_family_is_refused():
     with pytest.raises(trp.PatchError, match=r"blocks\.1 is a .*WanTransformerBlock, not diffusers'"):
         trp.patch(model)
     assert "forward" not in model.blocks[0].__dict__
+
+
+FOREIGN = r"is a torch\.nn\.modules\.linear\.Identity; replace it with"
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "other", "message"),
+    [
+        ("wan", "attn2", torch.nn.Identity(), f"0.attn2 {FOREIGN} diffusers' WanAttention or a subclass of it, then"),
+        ("wan", "attn2", None, "0 has no attn2; give it diffusers' WanAttention or a subclass of it, then patch"),
+        ("wan", "ffn", None, "0 has no ffn; give it a module, then patch"),
+        ("ltx2", "audio_to_video_attn", torch.nn.Identity(), f"0.audio_to_video_attn {FOREIGN} diffusers' LTX2Atten"),
+    ],
+)
+def test_a_part_of_a_block_that_is_foreign_or_missing_is_named(family, part, other, message):
+    model = tiny_family_transformer(family)
+    blocks = blocks_of(model)
+    setattr(blocks[0], part, other)
+    before = attributes_of(model)
+    with pytest.raises(trp.PatchError, match=rf"blocks\.{message}") as raised:
+        trp.patch(model)
+    assert str(raised.value).count("blocks.") == 1  # the block as a whole is not blamed too
+    assert attributes_of(model) == before
 
 
 def test_targets_without_a_transformer():

@@ -8,7 +8,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.pairs import output_of
 from tests.ranks import shard
+from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 
 
@@ -19,23 +21,21 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("param_dtype", [None, torch.float64])
-def test_a_patched_model_can_be_sharded_and_restored(mesh, param_dtype):
-    patched, plain = (tiny_wan_transformer(layers=1) for _ in range(2))
+@pytest.mark.parametrize(("family", "param_dtype"), [("wan", None), ("wan", torch.float64), ("ltx2", None)])
+def test_a_patched_model_can_be_sharded_and_restored(mesh, family, param_dtype):
+    patched, plain = (tiny_family_transformer(family, layers=1) for _ in range(2))
     patch = trp.patch(patched)
     for model in (patched, plain):
         shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
-    inputs = tiny_transformer_inputs(plain)
     assert "what is fused shows after a first call" in patch.summary()
-    with torch.no_grad():
-        expected = plain(**inputs)[0]
-        for _ in range(2):
-            assert relative_error(patched(**inputs)[0], expected) <= 1e-5
-        assert "DTensor" not in patch.summary()
-        assert "after a first call" not in patch.summary()
-        assert relative_error(patched(**inputs)[0], expected) <= 1e-5
-        patch.restore()
-        assert torch.equal(patched(**inputs)[0], expected)
+    expected = output_of(family, plain)
+    for _ in range(2):
+        assert relative_error(output_of(family, patched), expected) <= 1e-5
+    assert "DTensor" not in patch.summary()
+    assert "after a first call" not in patch.summary()
+    assert relative_error(output_of(family, patched), expected) <= 1e-5
+    patch.restore()
+    assert torch.equal(output_of(family, patched), expected)
     assert not any("forward" in module.__dict__ for module in patched.modules())
 
 

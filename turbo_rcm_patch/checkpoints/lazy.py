@@ -17,8 +17,10 @@ from ..wording import name_of_dtype, with_article
 PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 SUFFIXES = (".safetensors", *PICKLED)
 _INDEX = "*.safetensors.index.json"
-# The keys under which trainers store a state dict.
-_WRAPPERS = ("state_dict", "generator", "model", "net", "module")
+# The keys under which trainers store a state dict. Distillation trains a generator, and files of its training may hold
+# other models too. TurboT2AV's own loader takes the generator first.
+_GENERATOR = "generator"
+_WRAPPERS = ("state_dict", _GENERATOR, "model", "net", "module")
 
 _FORMAT = ".comfy_quant"  # the end of the keys of ComfyUI's descriptions of formats
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}  # safetensors' names of dtypes, and torch's
@@ -135,10 +137,13 @@ def _formats(metadata: Mapping[str, str] | None) -> dict[str, LazyTensor]:
 def _open_pickled(file: Path) -> dict[str, LazyTensor]:
     content = _load(file)
     while isinstance(content, Mapping):
-        inner = [content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
-        if len(inner) != 1:
+        inner = {name: content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)}
+        if _GENERATOR in inner:
+            content = inner[_GENERATOR]
+        elif len(inner) == 1:
+            (content,) = inner.values()
+        else:
             break
-        (content,) = inner
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} holds {with_article(type(content).__name__)}; accepted is a dictionary of tensors.")
     tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}

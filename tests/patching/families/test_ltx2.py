@@ -80,6 +80,12 @@ CALLS = {
         {},
         {("video self_attention", "gates of heads"): "no kernel for gates of heads"},
     ),
+    "LTX-2.5's keyframes": (
+        "ltx2.3",
+        {"ff_bias": False, "use_prompt_adaln_single": False, "use_keyframes_abs_pos_embedding": True},
+        {"video_keyframes_mask": (torch.arange(18) < 6).float()[:, None].expand(BATCH, 18, 1)},
+        {},
+    ),
 }
 
 

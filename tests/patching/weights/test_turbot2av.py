@@ -76,6 +76,21 @@ def test_every_value_comes_to_its_place(saved, prefix, wrapper):
     assert same_tensors(other.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("beside", ["model", "state_dict"])
+def test_the_generator_of_a_file_with_more_models_is_taken(saved, beside):
+    """As TurboT2AV's own loader does."""
+    model, other = tiny_family_transformer("ltx2", layers=1), student(layers=1)
+    path = saved({beside: ltx2_state_dict(student(layers=1, seed=4)), "generator": ltx2_state_dict(other)})
+    trp.load_turbodiffusion(path, model, "exact")
+    assert same(outputs(model), outputs(other))
+
+
+def test_a_file_with_two_models_and_no_generator_is_refused(saved):
+    weights = ltx2_state_dict(student(layers=1))
+    with pytest.raises(trp.PatchError, match=r"holds model, state_dict; accepted is a dictionary of tensors"):
+        trp.load_turbodiffusion(saved({"model": weights, "state_dict": weights}), tiny_family_transformer("ltx2"))
+
+
 def test_the_connectors_of_a_whole_file_are_left_out(saved):
     model, other = tiny_family_transformer("ltx2"), student()
     weights = ltx2_state_dict(other, prefix="model.diffusion_model.")

@@ -43,6 +43,7 @@ from ...keep_list import ATTENTION, KeepList, is_of_attention, keeps_attention
 from ...plain import hook_in_place_of_forward
 from ...scheduler import RCMScheduler
 from ...tiers import Tier
+from ...wording import with_article
 from ..copying import reduce_ex, refuse_replicas
 from ..errors import KeepError
 from ..journal import bind, slot_below_hooks
@@ -338,11 +339,10 @@ class Family:
     def problems(self, name: str, transformer: nn.Module) -> list[str]:
         """Return the reasons, as sentences, why this transformer cannot be patched. Empty if it can."""
         problems = [
-            f"{name}.{path} is a {class_path(block)}, not diffusers' {blocks.block_class.__name__} of "
-            f"{self.transformer_class.__name__}."
+            problem
             for blocks in self.blocks
             for path, block in blocks.of(transformer)
-            if type(block) is not blocks.block_class or not _has_parts(block, blocks.parts)
+            for problem in self._problems_of(f"{name}.{path}", block, blocks)
         ]
         modules = ((path, module) for path, module, _ in self._targets(transformer, Exact()))
         return problems or [
@@ -382,6 +382,20 @@ class Family:
             *((module, "forward", forward) for module, forward in forwards.items()),
         ]
 
+    def _problems_of(self, path: str, block: nn.Module, blocks: Blocks) -> list[str]:
+        """Return the reasons, as sentences, why the block at this path cannot be patched. Empty if it can."""
+        if type(block) is not blocks.block_class:
+            return [
+                f"{path} is {with_article(class_path(block))}, not diffusers' {blocks.block_class.__name__} of "
+                f"{self.transformer_class.__name__}."
+            ]
+        modules = dict(block.named_modules(remove_duplicate=False))
+        return [
+            _problem_of_part(path, part, modules.get(part), accepted)
+            for part, accepted in blocks.parts.items()
+            if not isinstance(modules.get(part), accepted)
+        ]
+
     def _targets(self, transformer: nn.Module, config: PatchConfig) -> Targets:
         blocks = [(path, block, kind.forward) for kind in self.blocks for path, block in kind.of(transformer)]
         return [*self.more(transformer, config), *blocks]
@@ -392,6 +406,9 @@ def class_path(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__name__}"
 
 
-def _has_parts(block: nn.Module, parts: Mapping[str, type[nn.Module]]) -> bool:
-    modules = dict(block.named_modules(remove_duplicate=False))
-    return all(isinstance(modules.get(path), part) for path, part in parts.items())
+def _problem_of_part(block: str, name: str, part: nn.Module | None, accepted: type[nn.Module]) -> str:
+    """Return the sentence that refuses a part of the block at a path: it is missing, or not of the accepted class."""
+    wanted = "a module" if accepted is nn.Module else f"diffusers' {accepted.__name__} or a subclass of it"
+    if part is None:
+        return f"{block} has no {name}; give it {wanted}, then patch."
+    return f"{block}.{name} is {with_article(class_path(part))}; replace it with {wanted}, then patch."
