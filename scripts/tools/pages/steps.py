@@ -57,6 +57,7 @@ SHORT_SECONDS = (
     ("wan2.1-1.3b-decoded-sparse", "total", None),
     ("wan2.2-5b-decoded", "total", None),
     ("wan2.2-5b-decoded-quantized", "total", None),
+    ("wan2.2-a14b-decoded", "total", None),
     ("ltx2-19b-1024p-sparse", "total", None),
     ("ltx2-19b-sparse", "total", None),
     ("wan2.1-1.3b-decoded", "vae_decode", "Wan 2.1's VAE"),
@@ -135,6 +136,7 @@ STAGE_LIMITS = {
     "wan2.2-5b-1-layer-decoded": {"vae_decode": 2.0},
     "wan2.2-5b-decoded": {"vae_decode": 2.0},
     "wan2.2-5b-decoded-quantized": {"vae_decode": 2.0},
+    "wan2.2-a14b-decoded": {"total": 8.0},
 }
 STAGE_TARGETS = {
     "wan2.2-5b-decoded": {"total": {COMPILED: 1.5}},

@@ -180,6 +180,16 @@ def test_steps_of_a_whole_video_stand_beside_those_timed_alone():
     assert charts.real_models({"another": _video_with_sound()}) == {}
 
 
+def test_a_whole_video_of_two_experts_has_a_limit_on_its_seconds():
+    run = _video_run(7.51, 0.01)
+    run["settings"] |= {"config": "wan2.2-a14b", "layers": 40, "tokens": 512, "preset": "quantized"}
+    del run["variants"][1]
+    runs = {"wan2.2-a14b-decoded": run}
+    whole = "a whole video of wan2.2-a14b (40 layers), 5×16×32, 2 steps, quantized, prompt to frames"
+    assert f"| {whole} | 2.30 | not run | 8.01 ✗ |" in steps.short_tables({"a": step_run("a", 0.6, 0.5), **runs})
+    assert "| 8.01 ✗ |  | 0.24× |  |  | total 8.0 s |" in steps.whole_videos_table(runs)
+
+
 def test_a_variant_that_was_not_run_says_so():
     run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
     run["settings"]["preset"] = "quantized"
