@@ -39,7 +39,6 @@ from .sizes import size_rules
 from .transformers import converted_folder, files_of_ours, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
-FPS, TI2V_5B_FPS = 16, 24  # that Wan's models were made for
 NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
 
 
@@ -102,9 +101,7 @@ def _frame_rate(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[
 
 def frames_per_second(pipe: DiffusionPipeline) -> int:
     """Return the frame rate that a pipeline's model was made for."""
-    if pipeline_of(pipe).has_sound:
-        return int(default_of(pipe, "frame_rate"))
-    return TI2V_5B_FPS if pipe.config.get("expand_timesteps") else FPS
+    return pipeline_of(pipe).frame_rate(pipe)
 
 
 def sound_of(pipe: DiffusionPipeline, sound: torch.Tensor | None) -> Sound | None:

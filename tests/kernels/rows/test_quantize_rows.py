@@ -74,7 +74,7 @@ def test_non_contiguous(device):
 
 @pytest.mark.parametrize("shape", [(2, 7, 24), (3, 63, 11), (4, 5, 384), (1, 9, 40), (2, 1, 1)])
 def test_rows_whose_parts_lie_apart(shape, device):
-    """As tokens arrive from several GPUs, [parts, rows, columns of a part], and some other layouts."""
+    """Tokens that arrive from several GPUs are [parts, rows, columns of a part]. Some other layouts run too."""
     message = torch.randn(shape).to(torch_device(device), torch.float16)
     for format in formats(device):
         for x in (message.transpose(0, 1), message, message[:, :, None].transpose(0, 2), message[..., ::2]):

@@ -12,8 +12,10 @@ import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.patching.pairs import assert_same_output, blocks_of, make_pair, output_of
 from tests.tiny_families import EACH_MODEL, FAMILIES, HEAD_DIM, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_ltx2 import tiny_ltx2_pipeline
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
-from turbo_rcm_patch.patching.families import family_of
+from turbo_rcm_patch.patching.families import PIPELINES, family_of, pipeline_of
 from turbo_rcm_patch.patching.steps import layers
 from turbo_rcm_patch.patching.steps.plan import SHARED
 
@@ -27,6 +29,15 @@ def fewest_layers(name):
 def test_every_family_is_tested():
     classes = {type(tiny_family_transformer(name)) for name in (*FAMILIES, "wan")}
     assert classes == {family.transformer_class for family in KNOWN}
+
+
+def test_every_pipeline_that_a_command_runs_states_its_frame_rate():
+    run = [each for each in PIPELINES if each.starts_from != "video" and not each.is_modular]
+    assert [each for each in run if each.frame_rate is None] == []
+    wan = {variant: tiny_wan_pipeline(variant) for variant in ("t2v", "i2v", "wan22", "ti2v", "ti2v_i2v")}
+    ltx2 = {kind: tiny_ltx2_pipeline(kind) for kind in ("text", "image")}
+    rates = {name: pipeline_of(pipe).frame_rate(pipe) for name, pipe in (wan | ltx2).items()}
+    assert rates == {"t2v": 16, "i2v": 16, "wan22": 16, "ti2v": 24, "ti2v_i2v": 24, "text": 24, "image": 24}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -26,10 +26,12 @@ from diffusers.configuration_utils import FrozenDict
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.tiny_vae.published import WIDTHS, tiny_file
 from tests.tiny_families import EACH_MODEL, tiny_family_transformer
 from tests.tiny_vae import decode, tiny_latents, tiny_vae
 from tests.tiny_wan import seeded, tiny_wan_pipeline
 from turbo_rcm_patch.patching.families.vae.forward import vae_state
+from turbo_rcm_patch.patching.tiny_vae import network
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
 CROSS = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 12, "cross_attention_dim": 24}
@@ -195,7 +197,9 @@ def tiny_pipeline(cls):
 
 
 @pytest.mark.parametrize("cls", WITH_OUR_VAE, ids=lambda cls: cls.__name__)
-def test_every_pipeline_with_such_a_vae(cls):
+def test_every_pipeline_with_such_a_vae(cls, tmp_path, monkeypatch):
+    """Its VAE is patched. A tiny VAE then decodes to the same shape, until it is taken off."""
+    monkeypatch.setattr(network, "WIDTHS", WIDTHS)
     pipe, latents = tiny_pipeline(cls), tiny_latents(frames=2, batch=1)
     expected, before = decode(pipe.vae, latents), set(vars(pipe.vae))
     transformer = type(pipe.transformer)
@@ -207,6 +211,10 @@ def test_every_pipeline_with_such_a_vae(cls):
         else:
             unknown = "as without the patch: its class is unknown; only the VAE is patched"
             assert line == f"transformer: {transformer.__name__}, {unknown}"
+        with trp.use_tiny_vae(pipe, tiny_file(tmp_path)):
+            made = decode(pipe.vae, latents)
+            assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
+            assert relative_error(made, expected) > 0.1
         assert relative_error(decode(pipe.vae, latents), expected) <= 1e-5
         assert not vae_state(pipe.vae).eager
     assert set(vars(pipe.vae)) == before

@@ -8,6 +8,7 @@ import torch
 from scripts.benchmarks import end_to_end
 from tests.patching.tiny_vae.published import WIDTHS
 from turbo_rcm_patch.bench import variants
+from turbo_rcm_patch.bench.variants import memory_of
 from turbo_rcm_patch.patching.tiny_vae import network
 
 
@@ -102,6 +103,35 @@ def test_from_a_prompt_with_three_vaes(tmp_path, monkeypatch, capsys):
     assert not any(encoder.active for encoder in encoders)
     (psnr,) = (line for line in capsys.readouterr().out.splitlines() if "PSNR" in line)
     assert psnr.count("dB") == 3
+
+
+@pytest.mark.usefixtures("small_encoder")
+def test_two_experts_from_a_prompt(tmp_path, monkeypatch):
+    """Each expert makes two steps of every video. Both are in 8 bits, and the weights' bytes count both."""
+    calls, pipes, build = [], [], end_to_end.build_pipeline
+
+    def counted(*args, **options):
+        pipe = build(*args, **options)
+        for name in ("transformer", "transformer_2"):
+            getattr(pipe, name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        pipes.append(pipe)
+        return pipe
+
+    monkeypatch.setattr(end_to_end, "build_pipeline", counted)
+    json_path = tmp_path / "benchmark.json"
+    options = ["--config", "tiny-experts", "--prompt", "--decode", "--repeats", "1", "--preset", "quantized"]
+    assert end_to_end.main([*options, "--json", str(json_path)]) == 0
+    result = json.loads(json_path.read_text())
+    of = {variant["name"]: variant for variant in result["variants"]}
+    assert list(of) == [variants.UNPATCHED, variants.EXACT_PATCH, variants.PATCHED]
+    # Each variant has a warm-up and a repeat. Before these are the judge's generation and a step of each variant.
+    assert calls.count("transformer_2") == 2 * (1 + 2 * 3)
+    assert calls.count("transformer") == calls.count("transformer_2") + 3
+    built = pipes[0]
+    assert of[variants.UNPATCHED]["weights"] == memory_of(built.transformer) + memory_of(built.transformer_2)
+    assert of[variants.PATCHED]["weights"] < 0.6 * of[variants.UNPATCHED]["weights"]
+    assert all(variant["timings"]["text_encoding"] > 0 for variant in of.values())
+    assert 1e-3 < of[variants.PATCHED]["latents"]["relative_l2"] < 5e-2
 
 
 def test_block_sparse_attention_on_unstructured_numbers(tmp_path, monkeypatch):

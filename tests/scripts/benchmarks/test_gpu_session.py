@@ -241,3 +241,14 @@ def test_whole_videos_of_ltx2_have_all_layers_beside_torch_compile(step, size):
     assert (options.layers, options.steps, options.preset) == (None, 4, ["sparse"])
     assert not options.no_compile
     assert list(gpu_session.runs_of(step).values()) == [step]
+
+
+def test_a_whole_video_of_both_experts_is_made_from_a_prompt():
+    step = "wan2.2-a14b-decoded"
+    options = end_to_end.parse_options(list(gpu_session.MEASUREMENTS[step][1:]))
+    assert (options.config, options.layers, options.steps, options.preset) == ("wan2.2-a14b", None, 4, ["quantized"])
+    assert (options.height, options.width, options.frames) == (480, 832, None)
+    assert options.prompt
+    assert options.decode
+    assert options.repeats == 1
+    assert list(gpu_session.runs_of(step).values()) == [step]

@@ -198,7 +198,8 @@ class Pipeline(NamedTuple):
     its first result is the noise, which is scaled afterwards. is_modular: True if its blocks have that method.
     has_sound: True for LTX-2's, which sample sound with a copy of the scheduler, prepare unit noise before they choose
     the times, and have several kinds of guidance. frames: how many a call makes by default, where its signature does
-    not say.
+    not say. frame_rate: (pipeline) -> the frames per second of the videos that its model was made for, or None for a
+    pipeline that no command runs.
     """
 
     pipeline_class: type[DiffusionPipeline]
@@ -207,6 +208,7 @@ class Pipeline(NamedTuple):
     is_modular: bool = False
     has_sound: bool = False
     frames: int | None = None
+    frame_rate: Callable[[DiffusionPipeline], int] | None = None
 
 
 class PipelineInputs(NamedTuple):

@@ -30,7 +30,7 @@ from ...steps.sparse_linear import SparseForm
 from ..family import GRAPH, Binding, Blocks, Family, Measured, Pipeline, Targets, graph_of
 from ..graphs import TransformerGraphs
 from .block import decide
-from .call import TOPK, usual_call
+from .call import FRAME_RATE, TOPK, usual_call
 from .cases import CASES
 from .connector_free import pipeline_inputs
 from .forward import block_forward, block_inputs
@@ -98,8 +98,8 @@ LTX2 = Family(
     "proj_in",
     LTX2_NAMES,
     pipelines=(
-        Pipeline(LTX2Pipeline, "text", has_sound=True, frames=121),
-        Pipeline(LTX2ImageToVideoPipeline, "image", has_sound=True, frames=121),
+        Pipeline(LTX2Pipeline, "text", has_sound=True, frames=121, frame_rate=lambda _: FRAME_RATE),
+        Pipeline(LTX2ImageToVideoPipeline, "image", has_sound=True, frames=121, frame_rate=lambda _: FRAME_RATE),
     ),
     cases=CASES,
     from_files=from_files,

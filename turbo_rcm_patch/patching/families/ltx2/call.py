@@ -17,6 +17,7 @@ from ..wan.block import NOT_ASKED
 
 NEEDS_PERTURBATION = "perturbation mask"
 TOPK = 0.3  # the share of key blocks that TurboT2AV's sparse attention keeps
+FRAME_RATE = 24  # of the videos that LTX-2 was made for; the sound is as long as they are
 TOKENS, AUDIO_TOKENS, TEXT_TOKENS = 6144, 126, 1024  # a video of 121 frames at 768×512 with its sound, and a prompt
 
 Norm = Callable[[torch.dtype | None], Step]  # from the 8-bit format that the next step takes

@@ -9,7 +9,7 @@ from diffusers import ConfigMixin, LTX2Pipeline, ModelMixin
 from diffusers.configuration_utils import register_to_config
 
 from ..family import PipelineInputs
-from .call import TEXT_TOKENS
+from .call import FRAME_RATE, TEXT_TOKENS
 
 # One run of the transformer in a step, as in a distilled model. Each stream has the timestep that LTX-2.0 gives it.
 WITHOUT_GUIDANCE = {
@@ -36,12 +36,11 @@ class NoConnectors(ModelMixin, ConfigMixin):
 def pipeline_inputs(pipe: LTX2Pipeline) -> PipelineInputs:
     """Return the sizes of prompts and of both streams' latents. A prompt's mask hides nothing, as after connectors."""
     audio = pipe.audio_vae
-    frame_rate = 24.0
 
     def latents(height: int, width: int, frames: int) -> Mapping[str, tuple[int, ...]]:
         spatial, temporal = pipe.vae_spatial_compression_ratio, pipe.vae_temporal_compression_ratio
         per_second = audio.config.sample_rate / audio.config.mel_hop_length / audio.temporal_compression_ratio
-        sound = (audio.config.latent_channels, round(frames / frame_rate * per_second))
+        sound = (audio.config.latent_channels, round(frames / FRAME_RATE * per_second))
         size = ((frames - 1) // temporal + 1, height // spatial, width // spatial)
         return {
             "latents": (pipe.transformer.config.in_channels, *size),
@@ -49,5 +48,5 @@ def pipeline_inputs(pipe: LTX2Pipeline) -> PipelineInputs:
         }
 
     device, mask = pipe.transformer.device, torch.ones(1, TEXT_TOKENS, dtype=torch.long)
-    more = {"prompt_attention_mask": mask.to(device), "frame_rate": frame_rate, **WITHOUT_GUIDANCE}
+    more = {"prompt_attention_mask": mask.to(device), "frame_rate": float(FRAME_RATE), **WITHOUT_GUIDANCE}
     return PipelineInputs((TEXT_TOKENS, pipe.transformer.config.caption_channels), latents, more)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diffusers import (
+    DiffusionPipeline,
     Wan22Image2VideoModularPipeline,
     WanImage2VideoModularPipeline,
     WanImageToVideoPipeline,
@@ -50,6 +51,10 @@ def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: di
     return [(transformer, GRAPH, TransformerGraphs(GRAPHED, transformer, shared, forwards))]
 
 
+def _frame_rate(pipe: DiffusionPipeline) -> int:
+    return 24 if pipe.config.expand_timesteps else 16  # TI2V-5B, and all others
+
+
 WAN = Family(
     WanTransformer3DModel,
     "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
@@ -60,8 +65,8 @@ WAN = Family(
     attributes=_attributes,
     notes=lambda transformer: [graph_of(transformer).note()],
     pipelines=(
-        Pipeline(WanPipeline, "text"),
-        Pipeline(WanImageToVideoPipeline, "image"),
+        Pipeline(WanPipeline, "text", frame_rate=_frame_rate),
+        Pipeline(WanImageToVideoPipeline, "image", frame_rate=_frame_rate),
         Pipeline(WanVideoToVideoPipeline, "video", adds_noise=True),
         Pipeline(WanImage2VideoModularPipeline, "image", is_modular=True),
         Pipeline(Wan22Image2VideoModularPipeline, "image", is_modular=True),
