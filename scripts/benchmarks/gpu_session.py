@@ -5,10 +5,10 @@
     python scripts/benchmarks/gpu_session.py --results results --only ops verify --together --seconds 600
 
 Steps that need more GPUs than there are run only if you name them. With --together, steps run at the same time on GPUs
-of their own. Steps that measure the host (host-time, first-step, small-cards, group-offload) and the tests, which keep
-all cores busy, want a call of their own. Every measurement first checks its results. The exceptions are first-step,
-host-time, wan2.1-14b-in-24-gb, compare's steps and timings of the sparse tiers; verify's steps check these instead. A
-table of the steps that passed comes last.
+of their own. Steps that measure the host (host-time, first-step, first-video, small-cards, group-offload) and the
+tests, which keep all cores busy, want a call of their own. Every measurement first checks its results. The exceptions
+are first-step, first-video, host-time, wan2.1-14b-in-24-gb, compare's steps and timings of the sparse tiers; verify's
+steps check these instead. A table of the steps that passed comes last.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ MEASUREMENTS = {
     "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),
     "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
     "first-step": ("scripts/benchmarks/first_step.py",),
+    "first-video": ("scripts/benchmarks/first_video.py",),
     "host-time": ("scripts/benchmarks/host_time.py",),
     "host-time-of-4-gpus": ("scripts/benchmarks/host_time.py", "--ulysses", "4"),  # which takes one GPU
     "text-encoder": ("scripts/benchmarks/text_encoder.py",),

@@ -24,6 +24,7 @@ from scripts.tools.pages.ops import (
     OPS_SPARSE_HEADER,
     exchange_table,
     first_step,
+    first_video_table,
     group_offload_table,
     host_time,
     implementations_table,
@@ -213,6 +214,8 @@ def _within_memory(runs: dict) -> Iterator[str]:
 def _host(runs: dict) -> Iterator[str]:
     if "first-step" in runs:
         yield first_step(runs["first-step"])
+    if "first-video" in runs:
+        yield first_video_table(runs["first-video"])
     yield from (host_time(runs[name]) for name in ("host-time", "host-time-of-4-gpus") if name in runs)
 
 

@@ -64,6 +64,12 @@ ATTENTION_ERRORS = {
 }
 
 
+VIDEO = {"text_encoding": 0.25, "steps": [0.5, 0.5], "vae_decode": 0.5, "output": 0.25, "total": 2.25}
+FIRST_VIDEO = {
+    "settings": {"config": "wan2.1-x", "frames": 5, "height": 16, "width": 32, "steps": 2, "tokens": 512},
+    "environment": ENVIRONMENT,
+    "first_videos": {"sparse": {"build": 4.0, "patch": 1.5, "first": {**VIDEO, "total": 5.25}, "second": VIDEO}},
+}
 HOST_MEMORY = {"peak": 15 * 10**9, "pinned": 14 * 10**9, "weights": 10 * 10**9, "seconds": 30}
 SOUND = {
     "settings": {"config": "ltx2-19b", "layers": 8, "height": 512, "width": 768, "num_frames": 121},
@@ -110,6 +116,8 @@ def run_of(name: str, command: tuple[str, ...], preset: str) -> dict:
         return copy.deepcopy(OFFLOADED)
     if "small_cards" in command[0]:
         return cards_runs()["--rivals" not in command]
+    if "first_video" in command[0]:
+        return copy.deepcopy(FIRST_VIDEO)
     if "host_memory" in command[0]:
         return {"settings": {"config": name, "experts": 1, "vram": "8GB"}, "host_memory": HOST_MEMORY}
     if "sound" in command[0]:
