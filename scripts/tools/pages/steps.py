@@ -107,6 +107,7 @@ STEP_TARGETS = {
     "wan2.1-14b-4-layers-sparse": {"torch.compile": 4.4},
     "ltx2-19b-8-layers-sparse": {"torch.compile": 3.0},
     "ltx2-19b-8-layers-1024p-sparse": {"torch.compile": 3.0},
+    "ltx2-19b-sparse": {"torch.compile": 3.0},
     "ltx2-19b-1024p-sparse": {"torch.compile": 3.0},
 }
 # The largest allowed ratio of a step's time with LoRA to its time without.
