@@ -5,10 +5,10 @@
     python scripts/benchmarks/gpu_session.py --results results --only ops verify --together --seconds 600
 
 Steps that need more GPUs than there are run only if you name them. With --together, steps run at the same time on GPUs
-of their own. Steps that measure the host (host-time, first-step, small-cards, group-offload) and the tests, which keep
-all cores busy, want a call of their own. Every measurement first checks its results. The exceptions are first-step,
-host-time, wan2.1-14b-in-24-gb, compare's steps and timings of the sparse tiers; verify's steps check these instead. A
-table of the steps that passed comes last.
+of their own. Steps that measure the host (host-time, first-step, first-video, small-cards, group-offload) and the
+tests, which keep all cores busy, want a call of their own. Every measurement first checks its results. The exceptions
+are first-step, first-video, host-time, wan2.1-14b-in-24-gb, compare's steps and timings of the sparse tiers; verify's
+steps check these instead. A table of the steps that passed comes last.
 """
 
 from __future__ import annotations
@@ -37,21 +37,27 @@ END_TO_END = ("scripts/benchmarks/end_to_end.py", "--config")
 VAE = ("scripts/benchmarks/vae.py", "--config")
 THRICE = ("--repeats", "3")
 DECODED = ("--layers", "1", "--steps", "1", "--decode", *THRICE)  # for the VAE's sake
-WHOLE_VIDEO = (*END_TO_END, "wan2.1-1.3b", "--decode", *THRICE)
-SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
+PROMPT_TO_FRAMES = ("--prompt", "--decode", *THRICE)
+WHOLE_VIDEO = (*END_TO_END, "wan2.1-1.3b", *PROMPT_TO_FRAMES, "--other-vaes")
+AT_480P = ("--height", "480", "--width", "832")
+SIZE_OF_LORA = ("--layers", "4", *AT_480P, "--repeats", "4")  # there and back twice
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
+A14B = (*END_TO_END, "wan2.2-a14b", *AT_480P)
 CARDS = ("scripts/benchmarks/small_cards.py", "--config")
 RIVALS = ("--rivals", "blocks", "models", "leaves")  # by leaves A14B may exceed the host's memory, so it is last
 ALL_TIERS = ("--presets", "exact", "quantized", "sparse")
 AT_720P = ("--height", "720", "--width", "1280")
 LARGE_5B = ("--height", "704", "--width", "1280", "--frames", "121")
+GROUP_OFFLOAD = ("scripts/benchmarks/group_offload.py",)
 EXCHANGE = ("scripts/benchmarks/exchange.py",)
-LTX2 = (*END_TO_END, "ltx2-19b", *THRICE)
+LTX2 = (*END_TO_END, "ltx2-19b")
+EIGHT_LAYERS = ("--layers", "8", *THRICE)
 AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
 # The tiers of a step that times several, and the ends of their runs' names.
 ENDINGS = {"exact": "", "quantized": "-quantized", "sparse": "-sparse", "block_sparse": "-block-sparse"}
 QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantized", "sparse", "block_sparse"))
+EVEN_ATTENTION = ("--unstructured", "--steps", "1", "--no-compile")  # which keeps nearly all blocks
 EACH_TIER = (*THRICE, "--preset", *ENDINGS)
 
 
@@ -79,19 +85,22 @@ def _small_cards() -> dict[str, tuple[str, ...]]:
 
 
 def _ltx2() -> dict[str, tuple[str, ...]]:
-    """Return LTX-2's steps: a check of two layers in each tier, and timings of eight at both sizes. One has all 48.
+    """Return LTX-2's steps: a check of two layers in each tier, timings of eight at both sizes, and whole videos.
 
     The smaller size has 6144 tokens, for which block-sparse attention is dense by default. It is not timed there.
+    The whole videos have all 48 layers, and frames and sound. They are repeated less: each time they are patched, 33 GB
+    of weights move to the host and back.
     """
     verify = (*CLI, "verify", "--config", "ltx2-19b", "--layers", "2", "--preset")
     steps = {f"verify-ltx2-19b{ending}": (*verify, preset) for preset, ending in ENDINGS.items()}
     steps["verify-ltx2-19b-block-sparse"] += ("--min-tokens", "0")
     return {
         **steps,
-        "ltx2-19b-8-layers": (*LTX2, "--layers", "8", "--preset", "exact", "quantized", "sparse"),
-        "ltx2-19b-8-layers-1024p": (*LTX2, "--layers", "8", *AT_1024P, "--preset", *ENDINGS),
+        "ltx2-19b-8-layers": (*LTX2, *EIGHT_LAYERS, "--preset", "exact", "quantized", "sparse"),
+        "ltx2-19b-8-layers-1024p": (*LTX2, *EIGHT_LAYERS, *AT_1024P, "--preset", *ENDINGS),
         "ltx2-19b-sound": ("scripts/benchmarks/sound.py", "--layers", "8"),
-        "ltx2-19b-1024p-sparse": (*LTX2, *AT_1024P, *SPARSE),
+        "ltx2-19b-sparse": (*LTX2, "--decode", "--repeats", "2", *SPARSE),
+        "ltx2-19b-1024p-sparse": (*LTX2, *AT_1024P, "--decode", "--repeats", "1", *SPARSE),
     }
 
 
@@ -137,16 +146,18 @@ MEASUREMENTS = {
     "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),
     "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
     "first-step": ("scripts/benchmarks/first_step.py",),
+    "first-video": ("scripts/benchmarks/first_video.py",),
     "host-time": ("scripts/benchmarks/host_time.py",),
     "host-time-of-4-gpus": ("scripts/benchmarks/host_time.py", "--ulysses", "4"),  # which takes one GPU
     "text-encoder": ("scripts/benchmarks/text_encoder.py",),
-    "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b"),
+    "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b", "--work", "decode"),
+    "vae-wan2.1-480p-encode": (*VAE, "wan2.1-1.3b", "--work", "encode", "output"),
     "vae-wan2.1-720p": (*VAE, "wan2.1-14b"),
     "vae-wan2.2-5b": (*VAE, "wan2.2-5b"),
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", *EACH_TIER),
     "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *THRICE, *BLOCK_SPARSE, "--mass", "0.95"),
+    "wan2.1-1.3b-block-sparse-unstructured": (*END_TO_END, "wan2.1-1.3b", *EVEN_ATTENTION, *BLOCK_SPARSE),
     "wan2.1-1.3b-decoded": (*WHOLE_VIDEO, "--preset", "exact", "quantized", "sparse"),
-    "wan2.1-1.3b-decoded-8-bit-vae": (*WHOLE_VIDEO, "--vae", "8bit", "--preset", "quantized", "sparse"),
     "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),
     "wan2.1-1.3b-1-layer-decoded-fp32-vae": (*END_TO_END, "wan2.1-1.3b", *DECODED, "--vae-dtype", "float32"),
     "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *DECODED),
@@ -155,7 +166,10 @@ MEASUREMENTS = {
     "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", *EACH_TIER),
     "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", *THRICE),
     "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", *THRICE),
-    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", "--decode", *THRICE, "--preset", "exact", "quantized"),
+    "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", *PROMPT_TO_FRAMES, "--preset", "exact", "quantized"),
+    # Repeated less, and without torch.compile: each time both experts are put in 8 bits, 56 GB of weights move to the
+    # host and back.
+    "wan2.2-a14b-decoded": (*A14B, "--prompt", "--decode", "--repeats", "1", "--no-compile", *QUANTIZED),
     "wan2.1-14b-4-layers-lora-64": (*LORA, "64"),
     # In a process of its own: torch.compile must not know the new scale yet.
     "wan2.1-14b-4-layers-lora-64-quantized": (*LORA, "64", *QUANTIZED),
@@ -170,7 +184,8 @@ MEASUREMENTS = {
     **_small_cards(),
     "host-memory-wan2.1-14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.1-14b"),
     "host-memory-wan2.2-a14b": ("scripts/benchmarks/host_memory.py", "--config", "wan2.2-a14b"),
-    "wan2.1-14b-group-offload": ("scripts/benchmarks/group_offload.py",),
+    "wan2.1-14b-group-offload": GROUP_OFFLOAD,
+    "wan2.1-14b-group-offload-reused-memory": (*GROUP_OFFLOAD, "--reuse-host-memory"),
     "verify-sparse": (*CLI, "verify", *SPARSE),
     "verify-wan2.1-1.3b-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", "--layers", "2", *SPARSE),
     "compare-sparse": (*CLI, "compare", *SPARSE),

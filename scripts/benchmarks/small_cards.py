@@ -28,12 +28,13 @@ import torch
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
 from PIL import Image
 from torch import nn
-from transformers import BatchEncoding, CLIPImageProcessor
+from transformers import CLIPImageProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import empty_cache, with_random_weights
+from scripts.benchmarks.stand_ins import TOKENS, RandomTokens
 from scripts.tools.pages.cards import cards_table
 from turbo_rcm_patch.amounts import parse_amount
 from turbo_rcm_patch.bench.cases import add_random_projections
@@ -42,20 +43,11 @@ from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS, without_originals
 from turbo_rcm_patch.memory.plan import CONTEXT
 from turbo_rcm_patch.memory.streaming import stop_streaming
-from turbo_rcm_patch.patching.families.wan.cases import CASES, TEXT, UMT5_XXL
+from turbo_rcm_patch.patching.families.wan.cases import CASES, TEXT
 from turbo_rcm_patch.scheduler import RCMScheduler
 
-TOKENS, STEPS = 512, 4
+STEPS = 4
 LONG = 20  # seconds: a video that takes longer is timed once, not --repeats times
-
-
-class RandomTokens:
-    """Stands in for the tokenizer: a prompt is always the same random tokens, as many as the pipeline asks for."""
-
-    def __call__(self, prompts: list[str], *, max_length: int, **_: object) -> BatchEncoding:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(1, UMT5_XXL.vocab_size, (len(prompts), max_length), generator=generator)
-        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Time, memory and error of a VAE alone: decoding and encoding a video, unpatched, compiled and patched.
+"""Time, memory and error of a VAE alone: decoding and encoding a video, and its output, unpatched and patched.
 
     python scripts/benchmarks/vae.py --config wan2.1-1.3b --json vae.json
 
@@ -7,7 +7,8 @@ with the result. The error is that of a short video's result against diffusers' 
 encodes whole frames; in tiles it includes their blending. "Little memory" is the patch with no memory to spare: as few
 frames at a time as it can. A tiny VAE, whose weights are random too, decodes in place of the VAE, and its error is not
 measured. "8 bits" is the decoder with ``vae="8bit"``; its PSNR is that of the short video's frames to exact patched
-decoding. A strip is the part of each frame that one of several GPUs decodes, without the exchange of frames.
+decoding. A strip is the part of each frame that one of several GPUs decodes, without the exchange of frames. The output
+is what a pipeline does to the decoded video: conversion to numpy or PIL, on the CPU.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from diffusers.video_processor import VideoProcessor
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import with_random_weights
-from scripts.tools.pages.vae import vae_table
+from scripts.benchmarks.stand_ins import tiny_file
+from scripts.tools.pages.vae import NUMPY, PIL, vae_table
 from turbo_rcm_patch.bench.coding import coded, coding_oracle
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.metrics import psnr, relative_l2
@@ -50,12 +52,15 @@ from turbo_rcm_patch.patching.families.vae.chunks import (
 from turbo_rcm_patch.patching.families.vae.decoder import decoded
 from turbo_rcm_patch.patching.families.vae.forward import joined, plan_for
 from turbo_rcm_patch.patching.families.vae.strips import cuts_of, strips_of
-from turbo_rcm_patch.patching.tiny_vae.network import EDGE, TinyDecoder
+from turbo_rcm_patch.patching.families.vae.video_output import postprocess_video
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 LITTLE_MEMORY, IN_TILES, TINY = "patched, little memory", "patched, in tiles", "tiny VAE"
 IN_8_BITS = "patched, 8 bits"
 STRIPS = {f"patched, a strip of {count}": count for count in (2, 4)}
+OUTPUT = "output"  # the name of a third work
+CONVERSIONS = {UNPATCHED: VideoProcessor.postprocess_video, PATCHED: postprocess_video}
+NOT_JUDGED = {"error": None, "predicted": None, "psnr": None}
 SHORT = 9  # frames of the video that the error is measured on
 
 
@@ -69,8 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         vae.float()  # bf16 takes many times as long there
     rows = []
     for work in options.work:
-        for row in rows_of(vae, work, size, options.repeats):
-            print(f"{work}, {row['variant']}: {row['seconds']:.3f} s", flush=True)
+        rows_of_work = output_rows if work == OUTPUT else partial(rows_of, work=work)
+        for row in rows_of_work(vae, size=size, repeats=options.repeats):
+            print(f"{row['work']}, {row['variant']}: {row['seconds']:.3f} s", flush=True)
             rows.append(row)
     names = ("height", "width", "num_frames")
     settings = {"config": options.config, **dict(zip(names, size, strict=True)), "repeats": options.repeats}
@@ -84,7 +90,8 @@ def main(argv: list[str] | None = None) -> int:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b", help="the model whose VAE it is")
-    parser.add_argument("--work", nargs="+", choices=("decode", "encode"), default=["decode", "encode"])
+    works = ("decode", "encode", OUTPUT)
+    parser.add_argument("--work", nargs="+", choices=works, default=works)
     parser.add_argument("--height", type=int, help="default: the config's usual size, as for width and frames")
     parser.add_argument("--width", type=int)
     parser.add_argument("--frames", type=int)
@@ -114,7 +121,19 @@ def rows_of(vae: nn.Module, work: str, size: tuple[int, int, int], repeats: int)
     for variant, count in STRIPS.items() if work == "decode" else ():
         with trp.patch(vae):
             taken = measure(partial(decoded_strip, vae, video, count), video.is_cuda, repeats)
-        yield {"work": work, "variant": variant, **taken, "error": None, "predicted": None, "psnr": None}
+        yield {"work": work, "variant": variant, **taken} | NOT_JUDGED
+
+
+@torch.no_grad()
+def output_rows(vae: nn.Module, size: tuple[int, int, int], repeats: int) -> Iterator[dict]:
+    """Yield a row for each output type of a decoded video, by diffusers and patched."""
+    latents, processor = input_of(vae, "decode", size), VideoProcessor()
+    for variant, convert in CONVERSIONS.items():
+        with as_variant(vae, variant) as model:
+            video = coded(model, "decode", latents)
+        for work, output_type in {NUMPY: "np", PIL: "pil"}.items():
+            taken = measure(partial(convert, processor, video, output_type), video.is_cuda, repeats)
+            yield {"work": work, "variant": variant, **taken} | NOT_JUDGED
 
 
 def decoded_strip(vae: nn.Module, z: torch.Tensor, count: int) -> torch.Tensor:
@@ -152,14 +171,6 @@ def as_variant(vae: nn.Module, variant: str) -> Iterator[nn.Module]:
             vae.enable_tiling()
             stack.callback(vae.disable_tiling)
         yield vae
-
-
-def tiny_file(vae: nn.Module, folder: Path) -> Path:
-    """Write a tiny VAE for a VAE's latents, with random weights in fp16, as they are published."""
-    patch_size = vae.spatial_compression_ratio // EDGE
-    network = TinyDecoder("base", vae.config.z_dim, patch_size).half()
-    save_file(network.state_dict(), file := folder / "taew2_1.safetensors")
-    return file
 
 
 def compiled(vae: nn.Module) -> nn.Module:

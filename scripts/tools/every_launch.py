@@ -273,6 +273,9 @@ def launch_quantize_rows() -> None:
     depths = (1536, 5120, 8960, 13824)
     for format, dtype, depth, with_norm in product(formats(), KERNEL_DTYPES, depths, (True, False)):
         quantize_rows(meta(300, depth, dtype=dtype), format, with_norm)
+    for format, heads, ranks in product(formats(), (12, 24, 40), (2, 4)):  # as they arrive from other GPUs
+        message = meta(ranks, 300, heads // ranks * 128, dtype=BF16)
+        quantize_rows(message.transpose(0, 1), format, in_parts=True)
 
 
 def launch_rms_norm_rope() -> None:

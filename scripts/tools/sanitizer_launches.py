@@ -154,7 +154,8 @@ def launch_convolutions_of_8_bits(device: torch.device) -> None:
     for dtype, (C, N) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (128, 64))):
         x, gain = values(1, 4, 13, 21, C, dtype=dtype), values(C, dtype=dtype)
         divisor, before = values(C, dtype=FP32).abs() + 1, values(2, dtype=FP32).abs()
-        bounds = launch_of(MEASURE_NORM_SILU)(x, gain, divisor, before)
+        bounds = before.clone()
+        launch_of(MEASURE_NORM_SILU)(x, gain, divisor, bounds)
         of_result = values(N, dtype=FP32), values(N, dtype=torch.int32), values(N, dtype=dtype)
         residual = values(1, 4, 13, 21, N, dtype=dtype)
         for kt, front in ((3, values(1, 2, 15, 23, C, dtype=INT8)), (1, None)):

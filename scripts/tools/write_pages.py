@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 from scripts.tools.pages.block_sparsity import block_sparsity_page
 from scripts.tools.pages.cards import cards_of, cards_table, host_memory, text_encoder_table
 from scripts.tools.pages.cells import chart, folded, versions_and_commits
-from scripts.tools.pages.charts import chart_data, draw_charts, whole_videos
+from scripts.tools.pages.charts import chart_data, draw_charts, step_runs, whole_videos
 from scripts.tools.pages.checks import attention_errors_table, kept_table, parts_table, verified_table
 from scripts.tools.pages.conversion import CONVERSION, conversion_table
 from scripts.tools.pages.ops import (
@@ -24,6 +24,7 @@ from scripts.tools.pages.ops import (
     OPS_SPARSE_HEADER,
     exchange_table,
     first_step,
+    first_video_table,
     group_offload_table,
     host_time,
     implementations_table,
@@ -160,7 +161,7 @@ def _age(path: Path) -> int:
 def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
     """Return a summary of what one GPU ran, then all tables, folded."""
     environments = [run["environment"] for run in runs.values() if "environment" in run]
-    steps = {name: run for name, run in runs.items() if "variants" in run and name not in whole_videos(runs)}
+    steps = step_runs(runs)
     verified = {name: run for name, run in runs.items() if "blocks" in run}
     traffic = [run for run in runs.values() if "pass_bytes" in run]
     parts = [
@@ -213,6 +214,8 @@ def _within_memory(runs: dict) -> Iterator[str]:
 def _host(runs: dict) -> Iterator[str]:
     if "first-step" in runs:
         yield first_step(runs["first-step"])
+    if "first-video" in runs:
+        yield first_video_table(runs["first-video"])
     yield from (host_time(runs[name]) for name in ("host-time", "host-time-of-4-gpus") if name in runs)
 
 

@@ -79,11 +79,11 @@ def test_a_wrapped_method_of_the_user_survives_a_failing_call():
 
 def test_medians_are_per_stage():
     runs = [
-        StageTimings(1.0, (5.0, 1.0), 2.0, 0.3, 9.0, 10),
-        StageTimings(3.0, (1.0, 2.0), 1.0, 0.1, 7.0, 30),
-        StageTimings(2.0, (3.0, 9.0), 3.0, 0.2, 8.0, 20),
+        StageTimings(1.0, (5.0, 1.0), 2.0, 0.3, 9.0, 10, 0.5),
+        StageTimings(3.0, (1.0, 2.0), 1.0, 0.1, 7.0, 30, 0.7),
+        StageTimings(2.0, (3.0, 9.0), 3.0, 0.2, 8.0, 20, 0.6),
     ]
-    assert StageTimings.median(runs) == StageTimings(2.0, (3.0, 2.0), 2.0, 0.2, 8.0, 30)
+    assert StageTimings.median(runs) == StageTimings(2.0, (3.0, 2.0), 2.0, 0.2, 8.0, 30, 0.6)
 
 
 def test_the_table_ends_with_the_total():
@@ -99,6 +99,8 @@ def test_the_table_ends_with_the_total():
     assert rows(7.0) == [*stages, *written, ["peak memory", "1.00 GiB"]]
     timings = replace(timings, steps=(2.0,))
     assert rows()[1] == ["1 step", "2.000 s"]
+    timings = replace(timings, sound=1.5)
+    assert rows()[3:6] == [["output", "5.000 s"], ["sound", "1.500 s"], ["total", "16.000 s"]]
 
 
 @pytest.mark.parametrize("output_type", ["np", "pt"])
@@ -111,10 +113,30 @@ def test_a_patched_output_is_timed_and_stays_patched(output_type):
     assert made.frames.shape == ((1, 5, 32, 48, 3) if output_type == "np" else (1, 5, 3, 32, 48))
 
 
-def test_frames_are_arrays_also_where_a_pipeline_gives_images():
+def _ltx2_call():
+    """A call whose output type is the pipeline's own."""
     call = tiny_ltx2_call(num_inference_steps=1)
     for name in ("output_type", "return_dict"):
         del call[name]
-    made = timed_generation(tiny_ltx2_pipeline(), **call)
+    return call
+
+
+def test_frames_are_arrays_also_where_a_pipeline_gives_images():
+    made = timed_generation(tiny_ltx2_pipeline(), **_ltx2_call())
     assert isinstance(made.frames, np.ndarray)
     assert made.frames.shape == (1, 5, 64, 96, 3)
+
+
+def test_the_sound_is_a_stage_of_its_own(monkeypatch):
+    """It is the work of two models. A call for latents makes none."""
+    pipe = tiny_ltx2_pipeline()
+    monkeypatch.setattr(pipe.audio_vae, "decode", _delayed(pipe.audio_vae.decode, 0.03))
+    monkeypatch.setattr(pipe.vocoder, "forward", _delayed(pipe.vocoder.forward, 0.04))
+    made = timed_generation(pipe, **_ltx2_call())
+    assert made.sound is not None
+    timings = made.timings
+    assert timings.sound >= 0.07
+    stages = (timings.text_encoding, *timings.steps, timings.vae_decode, timings.output, timings.sound)
+    assert timings.total >= sum(stages)
+    assert not pipe.vocoder._forward_hooks
+    assert timed_generation(pipe, **_ltx2_call(), output_type="latent").timings.sound == 0

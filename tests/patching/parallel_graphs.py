@@ -3,6 +3,8 @@
 A tape stands for a CUDA graph. Replayed, it exchanges tokens with the other rank again.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,12 +15,30 @@ import turbo_rcm_patch as trp
 from tests.patching.tape import AUTO, Tape, TapeRecorder, graphs_of, inputs_for, note, replays, run
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.patching import cuda_graphs as graphs
+from turbo_rcm_patch.patching.families.wan import graph as wan_graph
 
 STEPS = 4
+REPLAYED = []  # the numbers of the recordings, in turn
+# f: a first frame has a timestep of its own, so that rank 0 has two runs, and rank 1 one. o: one run on each rank.
+# m: too many runs on rank 1. share: between the limits of one GPU and of two.
+WITH_RUNS = {
+    "other timesteps": {"calls": "ffff"},
+    "two kinds in turn": {"calls": "fofofofoof"},
+    "too many runs on one": {"calls": "mmmfffmfm"},
+    "large": {"calls": "ffffoomm", "share": 0.4},
+    "large, if asked for": {"calls": "mm", "share": 0.4, "config": trp.Exact(cuda_graph="on")},
+    "too large": {"calls": "ff", "share": 0.2},
+    "a hook on one": {"calls": "fff", "hooked": True},
+    "large, with a hook on one": {"calls": "ff", "share": 0.4, "hooked": True},
+}
 
 
 class ParallelTape(Tape):
     """A tape on which every collective is waited for where it starts, as on the GPU's stream."""
+
+    def replay(self, inputs):
+        REPLAYED.append(self.number)
+        return super().replay(inputs)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.name() == "_c10d_functional::_wrap_tensor_autograd":
@@ -42,9 +62,12 @@ def waiting(op):
 
 class ParallelTapeRecorder(TapeRecorder):
     broken = False
+    numbers = itertools.count()
 
     def record(self, function, inputs):
+        number = next(self.numbers)
         tape = ParallelTape(function, inputs)  # which also runs the function, unlike a CUDA graph
+        tape.number = number
         if self.broken:
             raise RuntimeError("out of memory")
         return tape
@@ -56,6 +79,46 @@ def run_graphs(rank, parallelize):
         patch.setattr(graphs, "CudaRecorder", ParallelTapeRecorder)
         results = {name: scenario(rank, parallelize) for name, scenario in SCENARIOS.items()}
     return results
+
+
+def run_graphs_with_runs(rank, parallelize):
+    """The results of models with timesteps per token, by scenario, and the numbers of the recordings replayed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "CudaRecorder", ParallelTapeRecorder)
+        REPLAYED.clear()
+        results = {name: steps_with_runs(rank, parallelize, **options) for name, options in WITH_RUNS.items()}
+    return results, list(REPLAYED)
+
+
+@torch.no_grad()
+def steps_with_runs(rank, parallelize, calls, config=AUTO, share=None, hooked=False):
+    """Return the outputs, which calls were replayed, and the note.
+
+    share: of a block's FLOPs of which one GPU makes a graph at most. hooked: a hook of rank 1 sees the time embedding.
+    """
+    model = parallel_model(parallelize, config)
+    outputs, replayed = [], ""
+    if hooked and rank == 1:
+        model.condition_embedder.time_embedder.register_forward_hook(lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        if share is not None:
+            flops = wan_graph.flops_per_block(model, inputs_for(model, batch=1)["hidden_states"], AUTO)
+            patch.setattr(wan_graph, "MOST_FLOPS_PER_BLOCK", share * flops)
+        for step, call in enumerate(calls):
+            before = replays(model)
+            outputs.append(model(**inputs_with_runs(model, step, call))[0])
+            replayed += "-" if replays(model) == before else call
+    return outputs, replayed, note(model)
+
+
+def inputs_with_runs(model, step, call):
+    """Inputs of a step with timesteps per token. Each rank has nine of the eighteen."""
+    inputs, timestep = inputs_for(model, seed=step, batch=1), torch.full((1, 18), 900.0 - step)
+    if call == "f":
+        timestep[:, :6] = 0.0  # the first frame
+    elif call == "m":
+        timestep[:, 9:] -= torch.arange(9.0)  # many runs, on rank 1
+    return {**inputs, "timestep": timestep}
 
 
 def kept_after_the_end(parallelize):

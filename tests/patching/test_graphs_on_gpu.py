@@ -18,13 +18,15 @@ from tests.patching.tape import (
     assert_same,
     cuda_inputs,
     graphs_of,
+    inputs_for,
     make_models,
     note,
     replays,
     run,
     warm,
 )
-from tests.tiny_wan import frames_of, tiny_wan_pipeline, tiny_wan_transformer
+from tests.patching.test_graph_runs import CALLS, gates, shared, with_runs
+from tests.tiny_wan import frames_of, moved, tiny_wan_pipeline, tiny_wan_transformer
 
 
 def cuda_pair(options=None, **more):
@@ -54,6 +56,54 @@ def test_gpu_steps_prompts_and_sizes(variant, attention):
     assert replays(pair[0]) == len(held) - 2
     assert "2 kept in " in note(pair[0])
     assert "2 kept in 0 MiB" not in note(pair[0])
+
+
+IN_TIERS = {"exact": AUTO, "quantized": trp.Quantized(cuda_graph="auto")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", IN_TIERS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", CALLS)
+def test_gpu_other_values_and_lengths_of_runs_replay_the_same_graph(name, mode, tier):
+    pair = cuda_pair(layers=2, ffn_dim=512, config=IN_TIERS[tier])
+    inputs, held = inputs_for(pair[0], batch=len(CALLS[name][0])), []
+    with mode():
+        for samples in CALLS[name] * 2:
+            inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
+            call = moved(with_runs(inputs, *samples), "cuda")
+            held.append([model(**call)[0] for model in pair])
+        for ours, theirs in held:
+            assert not theirs.isnan().any()
+            assert torch.equal(ours, theirs)
+    assert (graphs_of(pair[0]).kept, replays(pair[0])) == (1, len(held) - 1), note(pair[0])
+    assert gates(pair[0]) == {"run"}
+
+
+@pytest.mark.gpu
+def test_gpu_numbers_of_runs_take_turns():
+    """Their graphs share a pool."""
+    pair = cuda_pair(layers=2)
+    inputs = inputs_for(pair[0], batch=1)
+    runs = [[(700, 18)], [(0, 6), (700, 12)], [(0, 6), (300, 6), (700, 6)], [(value, 1) for value in range(18)]]
+    calls = [moved(with_runs(inputs, samples), "cuda") for samples in runs]
+    for _ in range(3):
+        for call in calls:
+            assert_same(pair, call)
+    assert (graphs_of(pair[0]).kept, replays(pair[0])) == (4, 2 * 4), note(pair[0])
+
+
+@pytest.mark.gpu
+def test_gpu_runs_keep_none_of_a_graphs_memory():
+    pair = cuda_pair()
+    inputs = moved(with_runs(inputs_for(pair[0], batch=1), [(0, 6), (700, 12)]), "cuda")
+    warm(pair, inputs)
+    pool = graphs_of(pair[0])._recorder._pool
+    assert pool_bytes(pool) > 0
+    assert shared(pair[0]).runs is shared(pair[0]).timestep_runs is None
+    graphs_of(pair[0]).clear()
+    assert pool_bytes(pool) == 0
+    warm(pair, inputs)
 
 
 @pytest.mark.gpu
@@ -197,7 +247,7 @@ def make_python_collect():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["t2v", "wan22"])
+@pytest.mark.parametrize("variant", ["t2v", "ti2v", "ti2v_i2v", "wan22"])
 def test_gpu_pipelines_with_guidance_generate_the_same(variant):
     pipe = tiny_wan_pipeline(variant, torch.bfloat16).to("cuda")
     generate = partial(frames_of, pipe, variant, num_inference_steps=4, guidance_scale=4.0)

@@ -17,6 +17,7 @@ from ..config import PatchConfig, resolve_config
 from ..patching import Patch
 from ..patching.apply import transformers_of
 from ..patching.families.vae import is_vae
+from ..tiers import EXACT
 from .coding import coded, coding_oracle, decode_flops, inputs_of, refuse_tiny_vae
 from .compilations import compilations
 from .environment import Environment, describe_environment
@@ -27,8 +28,10 @@ from .timing import StageTimings, TimedGeneration, in_turns, timed_generation
 from .variants import (
     COMPILED,
     COMPILED_AFTER_A_CHANGE,
+    EXACT_PATCH,
     PATCHED,
     UNPATCHED,
+    Patching,
     Switch,
     Variants,
     allocated,
@@ -115,6 +118,7 @@ def compare(
     settings: dict[str, object] | None = None,
     beside: Mapping[str, Switch] | None = None,
     changed: Switch | None = None,
+    patched: Patching | None = None,
 ) -> Comparison:
     """Run ``pipe(**call)`` from the same seed in every variant. The pipeline is unchanged afterwards.
 
@@ -134,6 +138,7 @@ def compare(
     beside: switches of more variants by name. They are timed but not checked.
     changed: a switch that changes the model after a generation's first step. torch.compile then compiles again. One
         such generation runs last, for the time of its second step.
+    patched: patches the pipeline with a configuration, for more than `patch` does, such as the text encoder too.
     """
     config = resolve_config(config)
     if with_oracle:
@@ -149,9 +154,9 @@ def compare(
 
     judge = _Judge(pipe, generate, config) if with_oracle else None
     if ulysses > 1:
-        variants = context_parallel(pipe, config, with_compile, ulysses)
+        variants = context_parallel(pipe, config, with_compile, ulysses, patched)
     else:
-        variants = single_process(pipe, config, with_compile)
+        variants = single_process(pipe, config, with_compile, patched)
     errors = judge.errors(variants.switches) if judge else {}
     del judge  # no variant's memory counts its tensors
     variants = replace(variants, switches={**variants.switches, **(beside or {})})
@@ -258,13 +263,15 @@ class _Judge:
             self._sample = coding_oracle(pipe.vae, "decode", self._latents[:, :, :ORACLE_LATENTS], torch.float32)
 
     def errors(self, switches: Mapping[str, Switch]) -> dict[str, _Errors]:
-        """Return the errors of each variant. Raises RuntimeError if the patched variant's error is above the limit."""
+        """Return the errors of each variant. Raises RuntimeError if a patched transformer's error is above the limit of
+        its tier, or the patched VAE's above its own."""
         errors = {name: self._errors(switch) for name, switch in switches.items()}
         base, patched = errors[UNPATCHED], errors[PATCHED]
-        allowed = self._config.tier.limits.allowed(base.step, self._oracle[0].dtype, "step")
-        self._check(
-            "the patched transformer", patched.step, base.step, allowed, " `turbo-rcm verify` says which block."
-        )
+        for name, tier in {EXACT_PATCH: EXACT, PATCHED: self._config.tier}.items():
+            if name in errors:
+                allowed = tier.limits.allowed(base.step, self._oracle[0].dtype, "step")
+                what = "the exactly patched transformer" if name == EXACT_PATCH else "the patched transformer"
+                self._check(what, errors[name].step, base.step, allowed, " `turbo-rcm verify` says which block.")
         if self._sample is not None:
             allowed = self._config.decode_limits.allowed(base.decode, self._latents.dtype)
             self._check("the patched VAE", patched.decode, base.decode, allowed)

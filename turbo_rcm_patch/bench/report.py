@@ -216,14 +216,18 @@ def format_seconds(seconds: float) -> str:
 
 def _stages(timings: StageTimings) -> list[tuple[str, float]]:
     steps = [(f"step {index}", seconds) for index, seconds in enumerate(timings.steps, start=1)]
-    after = [("VAE decode", timings.vae_decode), ("output", timings.output)]
-    return [("text encoding", timings.text_encoding), *steps, *after]
+    return [("text encoding", timings.text_encoding), *steps, *_stages_after_steps(timings)]
+
+
+def _stages_after_steps(timings: StageTimings) -> list[tuple[str, float]]:
+    sound = [("sound", timings.sound)] if timings.sound else []
+    return [("VAE decode", timings.vae_decode), ("output", timings.output), *sound]
 
 
 def short_stages(timings: StageTimings) -> list[tuple[str, float]]:
     """Return the stages with all steps in one."""
-    first, *_, decode, output = _stages(timings)
-    return [first, (counted(len(timings.steps), "step"), sum(timings.steps)), decode, output]
+    steps = counted(len(timings.steps), "step"), sum(timings.steps)
+    return [("text encoding", timings.text_encoding), steps, *_stages_after_steps(timings)]
 
 
 def _format_memory(timings: StageTimings) -> str:

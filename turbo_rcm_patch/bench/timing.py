@@ -1,4 +1,4 @@
-"""Stage timings of one pipeline call: text encoding, each denoising step, VAE decoding, output, total.
+"""Stage timings of one pipeline call: text encoding, each denoising step, VAE decoding, output, sound, total.
 
 And the order in which variants are timed."""
 
@@ -25,8 +25,9 @@ T = TypeVar("T")
 class StageTimings:
     """Seconds per stage, and the peak of allocated GPU memory in bytes (None on the CPU).
 
-    output: converting the decoded video to the call's output type, and copying it to the CPU if needed. The total also
-    includes the time between the stages, such as drawing noise and encoding an input image.
+    output: converting the decoded video to the call's output type, and copying it to the CPU if needed.
+    sound: decoding the sound's latents, and making the waveform; 0 without sound.
+    total: also includes the time between the stages, such as drawing noise and encoding an input image.
     """
 
     text_encoding: float
@@ -35,6 +36,7 @@ class StageTimings:
     output: float
     total: float
     peak_memory: int | None
+    sound: float = 0.0
 
     @classmethod
     def median(cls, runs: list[StageTimings]) -> StageTimings:
@@ -46,6 +48,7 @@ class StageTimings:
             output=statistics.median(run.output for run in runs),
             total=statistics.median(run.total for run in runs),
             peak_memory=None if runs[0].peak_memory is None else max(run.peak_memory for run in runs),
+            sound=statistics.median(run.sound for run in runs),
         )
 
 
@@ -72,7 +75,7 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
     call = {"output_type": "np", **call}
     device = torch.device(pipe._execution_device)
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
-    text_marks, decode_marks, output_marks, step_marks = [], [], [], []
+    text_marks, decode_marks, output_marks, sound_marks, step_marks = [], [], [], [], []
     last_latents = None
 
     def on_step_end(_pipe, _step, _timestep, tensors):
@@ -88,6 +91,9 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
             stack.enter_context(_marked(pipe.vae, "decode", decode_marks, clock.mark))
         if getattr(pipe, "video_processor", None) is not None:
             stack.enter_context(_marked(pipe.video_processor, "postprocess_video", output_marks, clock.mark))
+        if getattr(pipe, "vocoder", None) is not None:  # the sound is the audio VAE's work and then the vocoder's
+            stack.enter_context(_marked(pipe.audio_vae, "decode", sound_marks, clock.mark, after=False))
+            stack.callback(pipe.vocoder.register_forward_hook(lambda *_: sound_marks.append(clock.mark())).remove)
         clock.reset()
         start = clock.mark()
         frames, *more = pipe(**call, callback_on_step_end=on_step_end, return_dict=False)
@@ -104,6 +110,7 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
         output=seconds_in(output_marks),
         total=clock.seconds(start, end),
         peak_memory=clock.peak_memory(),
+        sound=seconds_in(sound_marks),
     )
     if call.get("output_type") == "latent":
         return TimedGeneration(None, last_latents, timings)

@@ -10,6 +10,7 @@ import copy
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from diffusers import ContextParallelConfig, DiffusionPipeline
@@ -30,6 +31,7 @@ COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
 TORCHAO, EXACT_PATCH, DENSE_PATCH = "torchao float8 + torch.compile", "patched exactly", "patched, dense in 8 bits"
 
 Switch = Callable[[], contextlib.AbstractContextManager[Patch | None]]
+Patching = Callable[[PatchConfig], contextlib.AbstractContextManager[Patch]]
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,22 @@ class Variants:
     spare_memory: int = 0
 
 
-def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool) -> Variants:
-    """Return the variants on one device; switching off leaves the pipeline as it was."""
+def single_process(
+    pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool, patched: Patching | None = None
+) -> Variants:
+    """Return the variants on one device; switching off leaves the pipeline as it was.
+
+    patched: patches the pipeline with a configuration. None: `patch` alone.
+    """
+    patched = patched or partial(patch, pipe)
     switches, spare_memory = _unpatched(pipe, with_compile), 0
     if not isinstance(config, Exact):
-        switches[EXACT_PATCH] = lambda: patch(pipe, Exact(cuda_graph=config.cuda_graph))
+        switches[EXACT_PATCH] = lambda: patched(Exact(cuda_graph=config.cuda_graph))
         if isinstance(config, BlockSparse):
-            switches[DENSE_PATCH] = lambda: patch(pipe, Quantized(cuda_graph=config.cuda_graph))
+            switches[DENSE_PATCH] = lambda: patched(Quantized(cuda_graph=config.cuda_graph))
         if with_compile and _has_torchao() and getattr(pipe, "transformer_2", None) is None:
             switches[TORCHAO], spare_memory = _torchao_float8(pipe)
-    switches[PATCHED] = lambda: patch(pipe, config)
+    switches[PATCHED] = lambda: patched(config)
     return Variants(switches, spare_memory)
 
 
@@ -97,14 +105,17 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
     return sum(_stored_bytes(getattr(tensor, name)) for name in names)
 
 
-def context_parallel(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool, degree: int) -> Variants:
+def context_parallel(
+    pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool, degree: int, patched: Patching | None = None
+) -> Variants:
     """Return the variants under Ulysses context parallelism of the default process group, which has `degree` processes.
 
-    The pipeline's transformers are parallel afterwards for good.
+    The pipeline's transformers are parallel afterwards for good. patched: as for `single_process`.
     """
+    patched = patched or partial(patch, pipe)
     for model in transformers_of(pipe).values():
         model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree))
-    return Variants(_unpatched(pipe, with_compile) | {PATCHED: lambda: patch(pipe, config)})
+    return Variants(_unpatched(pipe, with_compile) | {PATCHED: lambda: patched(config)})
 
 
 def _unpatched(pipe: DiffusionPipeline, with_compile: bool) -> dict[str, Switch]:

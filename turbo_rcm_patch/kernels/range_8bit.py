@@ -39,12 +39,10 @@ def dequantize(values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     return (values.float() - zero) * step
 
 
-def measure_norm_silu(
-    x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, before: torch.Tensor
-) -> torch.Tensor:
-    """Return the range that holds ``silu(RMSNorm(x)) / divisor`` and a range before."""
+def measure_norm_silu(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, bounds: torch.Tensor) -> None:
+    """Widen a range, in place, so that it also holds ``silu(RMSNorm(x)) / divisor``."""
     v = _normed(x, weight, divisor)
-    return torch.stack((torch.maximum(before[0], v.amax()), torch.maximum(before[1], -v.amin())))
+    bounds.copy_(torch.maximum(bounds, torch.stack((v.amax(), -v.amin()))))
 
 
 def quantize_norm_silu(

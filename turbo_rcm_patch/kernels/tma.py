@@ -4,7 +4,7 @@ of 16 bytes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -50,6 +50,11 @@ def descriptor_of(kind: type, base: torch.Tensor, shape: Sequence[int], strides:
     The checks take ten Python calls each time. Launchers check once what TMA needs (`matrix_fits_tma`,
     `heads_fit_tma`). fields: the block_shape, and the layout of Gluon's. Other fields have their defaults.
     """
+    return described(kind, base, {"shape": shape, "strides": strides, **fields})
+
+
+def described(kind: type, base: torch.Tensor, fields: Mapping[str, object]):
+    """Return `descriptor_of` for fields that were put together once, for many tensors of one shape."""
     descriptor = object.__new__(kind)
-    vars(descriptor).update(base=base, shape=shape, strides=strides, **fields)
+    descriptor.__dict__ = {"base": base, **fields}
     return descriptor

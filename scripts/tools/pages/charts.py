@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.benchmarks.end_to_end import WITHOUT_GRAPHS
+from scripts.benchmarks.end_to_end import IN_8_BITS, TINY_VAE, WITHOUT_GRAPHS
 from scripts.benchmarks.lora import BESIDE_A_LORA
 from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, EXACT_PATCH, PATCHED, UNPATCHED
 from turbo_rcm_patch.patching.families import CASES
@@ -48,7 +48,13 @@ PUBLIC = {
     "ltx2-19b": "LTX-2 19B",
 }
 # Runs of the same model and size as another run, with other inputs or another option.
-ON_THE_PAGE_ALONE = ("wan2.2-5b-8-layers-image", "wan2.1-1.3b-block-sparse-mass-0.95")
+ON_THE_PAGE_ALONE = (
+    "wan2.2-5b-8-layers-image",
+    "wan2.1-1.3b-block-sparse-mass-0.95",
+    "wan2.1-1.3b-block-sparse-unstructured",
+)
+# Whole videos of a model whose steps no other run times with all layers. The tables of steps have theirs too.
+WITH_STEPS = ("ltx2-19b-1024p-sparse", "ltx2-19b-sparse")
 COLOURS = dict(zip(TIERS, ("#4c78a8", "#f58518", "#54a24b", "#b279a2"), strict=True))
 
 DPI = 110
@@ -59,7 +65,7 @@ def names_of(run: dict) -> dict[str, str]:
     """Return the names of a run's variants that ran, in order."""
     tier = tier_of_run(run)
     rivals = {} if tier == "exact" else QUANTIZED_RIVALS
-    beside = {name: name for name in (WITHOUT_GRAPHS, *BESIDE_A_LORA)}
+    beside = {name: name for name in (WITHOUT_GRAPHS, IN_8_BITS, TINY_VAE, *BESIDE_A_LORA)}
     names = {**NAMES, **rivals, "patched": f"patched ({tier})", **beside}
     ran = {variant["name"] for variant in run["variants"]}
     return {name: shown for name, shown in names.items() if name in ran}
@@ -73,15 +79,40 @@ def module_of(name: str) -> str:
 
 def real_models(runs: dict) -> dict[str, dict]:
     """Return the runs that compare variants' steps of a real model without LoRA."""
-    found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
-    found = {name: run for name, run in found.items() if name not in whole_videos(runs)}
+    found = {name: run for name, run in step_runs(runs).items() if "config" in run["settings"]}
     return {name: run for name, run in found.items() if "lora_ranks" not in run["settings"]}
+
+
+def step_runs(runs: dict) -> dict[str, dict]:
+    """Return the runs that compare variants' steps. Whole videos have no peak of memory here: decoding may make it."""
+    videos, found = whole_videos(runs), {name: run for name, run in runs.items() if "variants" in run}
+    return {
+        name: _without_peaks(run) if name in videos else run
+        for name, run in found.items()
+        if name not in videos or name in WITH_STEPS
+    }
+
+
+def _without_peaks(run: dict) -> dict:
+    variants = [{**variant, "timings": {**variant["timings"], "peak_memory": None}} for variant in run["variants"]]
+    return {**run, "variants": variants}
 
 
 def whole_videos(runs: dict) -> dict[str, dict]:
     """Return the runs that compare variants of a model at its real size up to the decoded video."""
     found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
     return {name: run for name, run in found.items() if run["settings"].get("output_type", "latent") != "latent"}
+
+
+def start_of(run: dict) -> str:
+    """Return what a whole video was made from: "prompt", or "embeddings" of one."""
+    return "prompt" if "tokens" in run["settings"] else "embeddings"
+
+
+def end_of(run: dict) -> str:
+    """Return what a whole video has: "frames", or "frames and sound"."""
+    has_sound = any(variant["timings"].get("sound") for variant in run["variants"])
+    return "frames and sound" if has_sound else "frames"
 
 
 def model_of(run: dict) -> str:

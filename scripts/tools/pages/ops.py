@@ -1,4 +1,4 @@
-"""Ops, attention modules, memory traffic, the first step, host time, a memory cap and GPU tests, as tables."""
+"""Ops, attention modules, memory traffic, first steps and videos, host time, a memory cap and GPU tests, as tables."""
 
 from __future__ import annotations
 
@@ -54,6 +54,39 @@ def first_step(run: dict) -> str:
         text += f"; the first decode {marked(seconds, missed)} and {filled[DECODE]:.1f} s "
         text += f"({FIRST_DECODE} s are wanted at most)"
     return text + ".\n"
+
+
+MORE_SECONDS = 3  # that a process's first video may take more than its second
+FIRST_VIDEO_HEADER = ("tier", "build, s", "patch, s", "first video, s", "second video, s", "more, s")
+STAGES = ("text encoder", "steps", "VAE decode", "rest")
+
+
+def first_video_table(run: dict) -> str:
+    """Return the page's part on the first two videos of a process, a row per tier.
+
+    It also shows in which stages the first video takes longer.
+    """
+    settings = run["settings"]
+    size = f"{settings['frames']}×{settings['height']}×{settings['width']}, {settings['steps']} steps"
+    rows = []
+    for tier, one in run["first_videos"].items():
+        first, second = one["first"]["total"], one["second"]["total"]
+        more = marked(f"{first - second:.2f}", first - second > MORE_SECONDS)
+        stages = map(float.__sub__, _stage_seconds(one["first"]), _stage_seconds(one["second"]))
+        figures = [one["build"], one["patch"], first, second]
+        rows.append([tier, *(f"{value:.2f}" for value in figures), more, *(f"{value:.2f}" for value in stages)])
+    return (
+        f"The first video of a new process with a filled Triton cache: {settings['config']}, {size}, from a prompt to "
+        f"frames, with the text encoder patched too. Building and patching the pipeline are no part of it. It may take "
+        f"{MORE_SECONDS} s more than the second one at most; the last columns say in which stages it takes longer:\n\n"
+        + table_of((*FIRST_VIDEO_HEADER, *(f"more, {stage}" for stage in STAGES)), rows)
+    )
+
+
+def _stage_seconds(timings: dict) -> tuple[float, ...]:
+    """Return the seconds of a video's STAGES."""
+    stages = timings["text_encoding"], sum(timings["steps"]), timings["vae_decode"]
+    return *stages, timings["total"] - sum(stages)
 
 
 HOST_TIME = 1.0  # milliseconds of Python a block that are wanted at most
@@ -122,10 +155,11 @@ def group_offload_table(run: dict) -> str:
         ]
         for row in run["offloaded_steps"]
     ]
+    variables = " ".join(f"{name}={value}" for name, value in settings.get("variables", {}).items())
     return (
         f"Steps of {size}×{settings['width']} with random weights, resident and with diffusers' block-level group "
-        f"offloading on a stream; the median of {settings['repeats']}. At most {OFFLOADED:.2f}× the resident step is "
-        "wanted:\n\n"
+        f"offloading on a stream{f', with `{variables}`' if variables else ''}; the median of {settings['repeats']}. "
+        f"At most {OFFLOADED:.2f}× the resident step is wanted:\n\n"
         + table_of(["tier", "weights", "step, s", "over resident", "peak, GiB", "on the GPU between steps, GiB"], rows)
     )
 

@@ -13,6 +13,7 @@ from scripts.tools.pages.charts import (
     name_of,
     runs_of_tiers,
     speedups_by_tier,
+    start_of,
     tier_of_run,
     title_of,
     whole_videos,
@@ -65,20 +66,22 @@ def headline(results: dict) -> str:
 
 
 def _seconds(runs: dict, model: str) -> str:
-    """Return a sentence on the whole videos of a model that one GPU made, with its VAE as it is, or "" without any."""
+    """Return a sentence on the whole videos of a model that one GPU made, with its VAE as it is, or "" without any.
+
+    They are those from a prompt, or from embeddings if there are none.
+    """
     videos = [
-        run
-        for run in whole_videos(runs).values()
-        if title_of(run) == model and not {"vae", "vae_dtype"} & run["settings"].keys()
+        run for run in whole_videos(runs).values() if title_of(run) == model and "vae_dtype" not in run["settings"]
     ]
     if not videos:
         return ""
+    videos = [run for run in videos if start_of(run) == "prompt"] or videos
     totals = {tier_of_run(run): _total(run, PATCHED) for run in videos}
     ours = _and([f"{seconds:.2f} s ({tier})" for tier, seconds in totals.items()])
     compiled, unpatched = (_range([_total(run, name) for run in videos], _tenths) for name in (COMPILED, UNPATCHED))
     count = videos[0]["settings"]["num_inference_steps"]
     return (
-        f" A {count}-step video, embeddings to frames, takes {ours}; with "
+        f" A {count}-step video, {start_of(videos[0])} to frames, takes {ours}; with "
         f"`torch.compile` {compiled} s, in diffusers {unpatched} s."
     )
 

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from scripts.benchmarks.end_to_end import IN_8_BITS, TINY_VAE
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
-from scripts.tools.pages.charts import ON_THE_PAGE_ALONE, milliseconds, model_of, names_of, real_models, tier_of_run
-from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH
+from scripts.tools.pages.charts import (
+    ON_THE_PAGE_ALONE,
+    end_of,
+    milliseconds,
+    model_of,
+    names_of,
+    real_models,
+    start_of,
+    tier_of_run,
+)
+from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH, PATCHED
 from turbo_rcm_patch.tiers import EXACT, TIERS
 
 from .cells import marked, speedup, table_of
@@ -26,10 +36,13 @@ STEPS_HEADER = (
 VIDEOS_HEADER = (
     "run",
     "variant",
+    "text, s",
     "steps, s",
     "decode, s",
     "output, s",
+    "sound, s",
     "total, s",
+    "total over compile",
     "decode over eager",
     "decode over compile",
     "TFLOP/s",
@@ -40,15 +53,19 @@ VIDEOS_HEADER = (
 # The summary's: of a run the stage that counts; of decoding also with which VAE.
 SHORT_SECONDS = (
     ("wan2.1-1.3b-decoded", "total", None),
+    ("wan2.1-1.3b-decoded-quantized", "total", None),
     ("wan2.1-1.3b-decoded-sparse", "total", None),
     ("wan2.2-5b-decoded", "total", None),
     ("wan2.2-5b-decoded-quantized", "total", None),
+    ("wan2.2-a14b-decoded", "total", None),
+    ("ltx2-19b-1024p-sparse", "total", None),
+    ("ltx2-19b-sparse", "total", None),
     ("wan2.1-1.3b-decoded", "vae_decode", "Wan 2.1's VAE"),
     ("wan2.1-14b-1-layer-decoded", "vae_decode", "Wan 2.1's VAE"),
     ("wan2.2-5b-1-layer-decoded", "vae_decode", "TI2V-5B's VAE"),
 )
 SHORT_SECONDS_HEADER = (
-    "from the prompt's embeddings to frames",
+    "a whole video, or its decoding",
     "eager, s",
     "compile, s",
     "patched, s",
@@ -90,6 +107,7 @@ STEP_TARGETS = {
     "wan2.1-14b-4-layers-sparse": {"torch.compile": 4.4},
     "ltx2-19b-8-layers-sparse": {"torch.compile": 3.0},
     "ltx2-19b-8-layers-1024p-sparse": {"torch.compile": 3.0},
+    "ltx2-19b-sparse": {"torch.compile": 3.0},
     "ltx2-19b-1024p-sparse": {"torch.compile": 3.0},
 }
 # The largest allowed ratio of a step's time with LoRA to its time without.
@@ -105,7 +123,7 @@ MEMORY_TARGETS = {
     "wan2.2-5b-8-layers-quantized": (EXACT_PATCH, 1.0),
 }
 # The targets of a patched decoding (a speed-up over a variant's), and of a whole video's stages (seconds, and speed-ups
-# over a variant's).
+# over a variant's), also with other VAEs.
 DECODE_TARGETS = {
     "wan2.1-1.3b-decoded": {"torch.compile": 1.75},
     "wan2.1-14b-1-layer-decoded": {"unpatched": 3.0, "torch.compile": 1.6},
@@ -115,20 +133,19 @@ STAGE_LIMITS = {
     "wan2.1-1.3b-decoded": {"vae_decode": 0.5, "output": 0.1, "total": 2.2},
     "wan2.1-1.3b-decoded-quantized": {"total": 1.65},
     "wan2.1-1.3b-decoded-sparse": {"steps": 0.57, "total": 1.05},
-    "wan2.1-1.3b-decoded-8-bit-vae-sparse": {"total": 0.85},
-    "wan2.1-1.3b-decoded-8-bit-vae-quantized": {"total": 1.45},
     "wan2.1-1.3b-decoded-4-gpus": {"total": 0.8},
     "wan2.1-1.3b-decoded-sparse-4-gpus": {"total": 0.42},
     "wan2.2-5b-1-layer-decoded": {"vae_decode": 2.0},
     "wan2.2-5b-decoded": {"vae_decode": 2.0},
     "wan2.2-5b-decoded-quantized": {"vae_decode": 2.0},
+    "wan2.2-a14b-decoded": {"total": 8.0},
 }
 STAGE_TARGETS = {
     "wan2.2-5b-decoded": {"total": {COMPILED: 1.5}},
     "wan2.2-5b-decoded-quantized": {"total": {COMPILED: 2.0}},
-    "wan2.1-1.3b-decoded-8-bit-vae-quantized": {"vae_decode": {EXACT_PATCH: 1.5}},
-    "wan2.1-1.3b-decoded-8-bit-vae-sparse": {"vae_decode": {EXACT_PATCH: 1.5}},
 }
+VAE_8BIT_LIMITS = {"wan2.1-1.3b-decoded-quantized": {"total": 1.45}, "wan2.1-1.3b-decoded-sparse": {"total": 0.85}}
+TINY_VAE_LIMITS = {"wan2.1-1.3b-decoded-sparse": {"vae_decode": 0.06, "total": 0.6}}
 ACCURACY_FACTOR = EXACT.limits.factor  # the limit of a step's error to fp32, as a multiple of torch.compile's
 
 
@@ -138,7 +155,9 @@ def steps_table(runs: dict) -> str:
         "One denoising step: the median over steps of the medians over repeats. All variants run in turns in one "
         "process, or with several GPUs in one process per GPU.\n\n"
         "- Targets are the speed-ups over eager and over compile, and the memory over compile's. In 8 bits they are "
-        "the memory over the exact tier's, and the weights' memory over bf16's.\n"
+        "the memory over the exact tier's, and the weights' memory over bf16's. Block-sparse attention may be no "
+        "slower than dense attention in 8 bits.\n"
+        "- The memory of whole videos is in their own table, because decoding counts in it.\n"
         "- Weights outside the blocks stay in bf16. Their share is larger in models with fewer layers.\n"
         "- In runs with torchao up to commit de2fbdb, torchao's tuning applied to the whole process. There "
         "torch.compile tuned its kernels too, and took as long to compile.\n"
@@ -198,7 +217,8 @@ def gibibytes(peak: int | None) -> str:
 
 
 def _whole_video(run: dict) -> str:
-    return f"a whole video of {model_of(run)}, {run['settings']['num_inference_steps']} steps, {tier_of_run(run)}"
+    steps, start = run["settings"]["num_inference_steps"], start_of(run)
+    return f"a whole video of {model_of(run)}, {steps} steps, {tier_of_run(run)}, {start} to {end_of(run)}"
 
 
 def _size(run: dict) -> str:
@@ -268,7 +288,8 @@ def step_rows(name: str, run: dict) -> list[list[str]]:
             if variant["name"] != COMPILED_AFTER_A_CHANGE:
                 asked = f"≤ {CHANGE_LIMIT} ms on top, nothing compiled"
         if variant["name"] == "patched" and DENSE_PATCH in steps:
-            shown += f" ({steps[DENSE_PATCH] / step:.2f}× over dense in 8 bits)"
+            ratio = f"{steps[DENSE_PATCH] / step:.2f}"
+            shown += f" ({marked(f'{ratio}×', float(ratio) < 1)} over dense in 8 bits)"
         cells = [names_of(run)[variant["name"]], shown, *speedups, asked, memory, error, drift]
         rows.append(["" if rows else label, *cells])
     return rows
@@ -282,41 +303,48 @@ def _cost_of_a_change(variant: dict, more: float) -> str:
 
 
 def whole_videos_table(runs: dict) -> str:
-    """Return the stages from the prompt's embeddings to the frames on the CPU, a row per variant."""
+    """Return the stages from the prompt or its embeddings to the frames on the CPU, a row per variant."""
     rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
     return (
-        "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are seconds, and "
-        "the speed-ups of decoding over eager and over compile, which compiles the decoder too. A decode may not take "
-        f"more memory than eager, or have more than {ACCURACY_FACTOR} times its error. The error is that of the first "
-        "33 frames. TFLOP/s count the multiplications of diffusers' decoder, which convolves enlarged images:\n\n"
-        + table_of(VIDEOS_HEADER, rows)
+        "Whole videos, from a prompt to frames in numpy, with LTX-2 also to the sound, medians over repeats. A prompt "
+        "has 512 tokens, and patched variants have a patched text encoder; videos without a time for the text begin "
+        "with the prompt's embeddings. The peaks of those from a prompt include the text encoder. Targets are seconds, "
+        "and speed-ups: of the total over compile, and of decoding over eager and over compile, which compiles the "
+        "decoder too. A decode may not take more memory than eager, or have more than "
+        f"{ACCURACY_FACTOR} times its error. The error is that of the first 33 frames. TFLOP/s count the "
+        "multiplications of diffusers' decoder, which convolves enlarged images:\n\n" + table_of(VIDEOS_HEADER, rows)
     )
 
 
 def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
-    decodes = {variant["name"]: variant["timings"]["vae_decode"] for variant in run["variants"]}
+    timings_of = {variant["name"]: variant["timings"] for variant in run["variants"]}
+    totals, decodes = ({of: timings[key] for of, timings in timings_of.items()} for key in ("total", "vae_decode"))
     errors = {variant["name"]: variant.get("decode_error") for variant in run["variants"]}
-    most_memory = next(each["timings"]["peak_memory"] for each in run["variants"] if each["name"] == "unpatched")
+    most_memory = timings_of["unpatched"]["peak_memory"]
+    limits_of = {PATCHED: STAGE_LIMITS, IN_8_BITS: VAE_8BIT_LIMITS, TINY_VAE: TINY_VAE_LIMITS}
     for variant, shown in names_of(run).items():
-        timings = next(each["timings"] for each in run["variants"] if each["name"] == variant)
-        is_ours = variant == "patched"
-        targets, limits = (each.get(name, {}) if is_ours else {} for each in (DECODE_TARGETS, STAGE_LIMITS))
+        timings, is_ours = timings_of[variant], variant == PATCHED
+        targets, limits = DECODE_TARGETS.get(name, {}) if is_ours else {}, limits_of.get(variant, {}).get(name, {})
+        text = f"{timings['text_encoding']:.3f}" if start_of(run) == "prompt" else ""
         stages = {"steps": sum(timings["steps"]), **{key: timings[key] for key in ("vae_decode", "output", "total")}}
         over = STAGE_TARGETS.get(name, {}) if is_ours else {}
         seconds = [
             marked(f"{value:.2f}", value > limits.get(key, value)) + _over_rivals(run, key, value, over.get(key, {}))
             for key, value in stages.items()
         ]
+        seconds.insert(-1, f"{timings['sound']:.3f}" if timings.get("sound") else "")
         rivals = ("unpatched", "torch.compile")
-        speedups = [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
+        speedups = [speedup(totals.get(COMPILED), totals[variant], 0.0)]
+        speedups += [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
         asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
         asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
         for key, others in over.items():
             asked += [f"{key.removeprefix('vae_')} {least}× over {rival}" for rival, least in others.items()]
         limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
         memory = marked(gibibytes(peak := timings["peak_memory"]), is_ours and peak is not None and peak > most_memory)
-        rate = f"{run['decode_flops'] / decodes[variant] / 1e12:.0f}" if run.get("decode_flops") else ""
-        cells = [*seconds, *speedups, rate, " / ".join(asked), memory]
+        is_counted = run.get("decode_flops") and variant != TINY_VAE
+        rate = f"{run['decode_flops'] / decodes[variant] / 1e12:.0f}" if is_counted else ""
+        cells = [text, *seconds, *speedups, rate, " / ".join(asked), memory]
         label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
         yield [label, shown, *cells, _step_error(errors[variant], limit)]
 

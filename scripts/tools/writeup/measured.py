@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from scripts.tools.pages.charts import gpu_of, milliseconds, model_of, names_of, real_models
+from scripts.tools.pages.charts import gpu_of, milliseconds, model_of, names_of, real_models, start_of
 from scripts.tools.pages.ops import sparse_attention_sentence
 from scripts.tools.pages.tiny_model import evaluation_of, tier_of, tiers_table
 from turbo_rcm_patch.bench.ops import OpKey
@@ -150,7 +150,8 @@ def stages_table(runs: dict) -> str:
     names = names_of(run)
     rows = [[f"{model_of(run)}, {run['settings']['num_inference_steps']} steps", *names.values()]]
     timings = {variant["name"]: variant["timings"] for variant in run["variants"]}
-    for stage, label in STAGES.items():
+    stages = {"text_encoding": "text encoding", **STAGES} if start_of(run) == "prompt" else STAGES
+    for stage, label in stages.items():
         seconds = (timings[name][stage] for name in names)
         rows.append([label, *(format_seconds(sum(s) if isinstance(s, list) else s) for s in seconds)])
     return table(rows, markdown=True)

@@ -1,6 +1,7 @@
 """The shipped measurements equal the results files, and they choose the kernels."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from scripts.tools import ship_measurements
 from turbo_rcm_patch.kernels import measured_on, why_torch
 from turbo_rcm_patch.kernels.choice import measured
-from turbo_rcm_patch.kernels.choice.measured import FOLDER, OPS, Verdict, read_verdicts
+from turbo_rcm_patch.kernels.choice.measured import FOLDER, OPS, Tuned, Verdict, read_slower_shapes, read_verdicts
+from turbo_rcm_patch.kernels.linear.spec import LinearSpec, _why_torch_here
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -84,6 +86,32 @@ def test_a_file_of_another_card_changes_the_choice(gpu, monkeypatch, tmp_path):
         "linear_qkv": "failed its check on NVIDIA L40",
         "conv_skip": "not measured on sm_89",
     }
+
+
+def test_a_shape_that_is_slower_on_a_gpu_of_this_name_is_pytorchs_there(gpu, monkeypatch):
+    """The QKV projections of Wan 1.3B at 81 frames of 832×480, which an H200 multiplies faster than PyTorch."""
+    gpu(9, 0)
+    monkeypatch.setattr(measured, "all_tuned", dict)
+    sizes = {"rows": 32760, "N": 1536, "K": 1536}
+
+    def reason(name, **changes):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        spec = LinearSpec(device=CUDA, dtype=torch.bfloat16, op="linear_qkv", weights=3, linears="auto", **sizes)
+        return _why_torch_here(replace(spec, **changes))
+
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert reason(h100) == f"PyTorch's was faster at this size on {h100}"
+    assert reason("NVIDIA H200") is reason("NVIDIA H100 PCIe") is None
+    for other in ({"rows": 7800}, {"op": "linear_skip"}, {"low": torch.bfloat16, "rank": 64}, {"dtype": torch.float32}):
+        assert reason(h100, **other) is None
+    tuned = Tuned({"linear_qkv": Verdict(("by tune",), 1.0, 2.0)}, {}, {}, {})
+    monkeypatch.setattr(measured, "all_tuned", lambda: {h100: tuned})
+    assert reason(h100) is None
+
+
+def test_noise_makes_no_shape_slower(tmp_path):
+    results_file(tmp_path / "one.json", "NVIDIA L40", ("linear_skip", 1.01, 1.0), ("linear_gelu", None, 1.0))
+    assert read_slower_shapes(tmp_path.glob("*.json")) == {}
 
 
 def test_cards_of_one_capability_are_judged_together(tmp_path):

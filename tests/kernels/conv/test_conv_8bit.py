@@ -43,8 +43,8 @@ def activations(B, T, H, W, C, device="cpu", dtype=torch.float32):
 def quantized(x, gain, before=None):
     """x behind the norm in 8 bits, by the references, its range and the divisor."""
     divisor = channel_divisor(gain)
-    before = torch.zeros(2, device=x.device) if before is None else before
-    bounds = range_8bit.measure_norm_silu(x, gain, divisor, before)
+    bounds = torch.zeros(2, device=x.device) if before is None else before.clone()
+    range_8bit.measure_norm_silu(x, gain, divisor, bounds)
     return range_8bit.quantize_norm_silu(x, gain, divisor, bounds), bounds, divisor
 
 
@@ -103,7 +103,8 @@ def test_range_and_values(shape, device):
         x, gain = activations(*shape, torch_device(device), dtype)
         before = torch.tensor([1e-3, 40.0], device=x.device)
         q, bounds, divisor = quantized(x, gain, before)
-        measured = launch(MEASURE_NORM_SILU)(x, gain, divisor, before)
+        measured = before.clone()
+        launch(MEASURE_NORM_SILU)(x, gain, divisor, measured)
         torch.testing.assert_close(measured, bounds, rtol=1e-5, atol=0)
         assert measured[1] == 40  # the range only grows
         q, bounds, _ = quantized(x, gain)
@@ -166,7 +167,8 @@ def test_nan_reaches_the_result(device):
     x[0, 0, 1, 1, 5] = torch.nan
     given, _ = operands(1, 1, 2, 3, 16, 16, 1, torch_device(device), DTYPES[device][0])
     divisor, before = channel_divisor(gain), torch.zeros(2, device=x.device)
-    bounds = launch(MEASURE_NORM_SILU)(x, gain, divisor, before)
+    bounds = before.clone()
+    launch(MEASURE_NORM_SILU)(x, gain, divisor, bounds)
     assert bounds.isnan().any()
     parts = of_result(16, x.device, x.dtype)
     _, combined = launch(QUANTIZE_NORM_SILU)(x, gain, divisor, before, bounds, None, *parts)

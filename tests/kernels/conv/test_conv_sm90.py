@@ -133,7 +133,7 @@ def test_two_boxes_share_the_rows_of_the_weight(name, programs, has_front, on_cp
     *sizes, upsample, interleave = SHARED[name]
     tensors = operands(*SHARED[name])
     B, T, H, W, C = sizes[:5]
-    assert conv_sm90.shares_rows(tensors[0].device, (B, T, H, W, C), tensors[1].shape, upsample)
+    assert conv_sm90.shares_rows(2, (B, T, H, W, C), tensors[1].shape, upsample)
     check(
         on_cpu(tensors, upsample, interleave, programs, seed=programs, has_front=has_front),
         tensors,

@@ -72,12 +72,24 @@ def test_non_contiguous(device):
         assert_same(quantize_rows(view, INT8, implementation="triton"), quantize_reference(view, INT8), view)
 
 
+@pytest.mark.parametrize("shape", [(2, 7, 24), (3, 63, 11), (4, 5, 384), (1, 9, 40), (2, 1, 1)])
+def test_rows_whose_parts_lie_apart(shape, device):
+    """Tokens that arrive from several GPUs are [parts, rows, columns of a part]. Some other layouts run too."""
+    message = torch.randn(shape).to(torch_device(device), torch.float16)
+    for format in formats(device):
+        for x in (message.transpose(0, 1), message, message[:, :, None].transpose(0, 2), message[..., ::2]):
+            actual = quantize_rows(x, format, with_norm=True, implementation="triton", in_parts=True)
+            assert_same(actual, quantize_reference(x.flatten(-2), format, with_norm=True), x.flatten(-2))
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0)])
 def test_nothing_in_nothing_out(shape, device):
     actual = quantize_rows(torch.zeros(shape, device=torch_device(device)), INT8, True, implementation="triton")
     assert actual.values.shape == shape
     assert actual.scale.shape == actual.norm.shape == shape[:1]
     assert (actual.scale > 0).all()
+    x = torch.zeros(2, 3, 0, device=torch_device(device))
+    assert quantize_rows(x, INT8, implementation="triton", in_parts=True).values.shape == (2, 0)
 
 
 def test_compiles_to_one_graph(device):

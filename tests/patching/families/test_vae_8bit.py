@@ -10,6 +10,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.families.test_vae_memory import ROOT, SIZES, peak, real, video_of
 from tests.tiny_vae import decode, tiny_latents, tiny_vae
+from tests.tiny_wan import seeded
 from turbo_rcm_patch.bench.verify import _check_coding
 from turbo_rcm_patch.embedded import WEIGHTS
 from turbo_rcm_patch.kernels import ConvSpec, range_8bit
@@ -17,6 +18,7 @@ from turbo_rcm_patch.kernels.choice.registry import PORTABLE, TRITON, Kernel, Op
 from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT, convolve_reference
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU
+from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae import in_8_bits, steps
 from turbo_rcm_patch.patching.families.vae.chunks import decoding_bytes, weights_bytes
 from turbo_rcm_patch.patching.families.vae.classes import resnets_for_8_bits
@@ -35,7 +37,7 @@ EMPTY = {  # results without values
     CONV_8BIT: lambda x, combined, values, dtype, *_: x.new_empty(
         *x.shape[:2], x.shape[2] - 2, x.shape[3] - 2, len(values), dtype=dtype
     ),
-    MEASURE_NORM_SILU: lambda x, weight, divisor, before: before.clone(),
+    MEASURE_NORM_SILU: lambda *_: None,
     QUANTIZE_NORM_SILU: lambda x, *others: (
         x.new_empty(*x.shape[:2], x.shape[2] + 2, x.shape[3] + 2, x.shape[4], dtype=torch.int8),
         x.new_empty(2, len(others[-1]), dtype=torch.float32),
@@ -97,6 +99,72 @@ def test_frames_of_a_trained_vae(run_everywhere):
     assert columns.square().mean().sqrt() < 0.5
 
 
+LARGE_CHANNELS, LARGE = 4, 8.0  # residual channels that are larger than the others, and how many times
+SMOOTH = torch.tensor([0.25, 0.5, 0.25])  # a window along one axis of a kernel
+
+
+def structured_vae(*, has_large_channels):
+    """A random VAE of Wan 2.1's size whose decoder has the structure that docs/designs.md describes.
+
+    A kernel is a smooth window times a factor for each pair of channels, and independent numbers added. Norms' gains
+    and the channels of a window's result differ by lognormal factors. In one VAE some residual channels are larger.
+    """
+    vae = seeded(0, lambda: AutoencoderKLWan(**CASES["wan2.1-1.3b"].vae))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, module in vae.decoder.named_modules():
+            if hasattr(module, "gamma"):
+                module.gamma.mul_(lognormal(module.gamma.shape, generator))
+            if isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)):
+                module.weight.copy_(structured_kernel(module.weight.shape, generator))
+                if has_large_channels and (name == "conv_in" or name.endswith("conv2")):
+                    module.weight[:: module.out_channels // LARGE_CHANNELS] *= LARGE
+        vae.decoder.conv_out.weight.mul_(0.7)  # few pixels are then saturated
+    return vae
+
+
+def structured_kernel(shape, generator):
+    """A convolution's weight [N, C, ...]. Both of its parts give results about as large as a smooth input."""
+    N, C, *sizes = shape
+    window, ones = torch.ones(()), [1] * len(sizes)
+    for size in sizes:
+        window = window[..., None] * (SMOOTH if size == len(SMOOTH) else torch.ones(size))
+    factors = torch.randn(N, C, *ones, generator=generator) * lognormal((N, 1, *ones), generator)
+    independent = torch.randn(shape, generator=generator) * window.numel() ** -0.5
+    return (factors * window + independent) * C**-0.5
+
+
+def lognormal(shape, generator):
+    return (0.5 * torch.randn(shape, generator=generator)).exp()
+
+
+def structured_latents():
+    """Two latent frames [1, 16, 2, 4, 4] that change smoothly in space and time, with a little noise."""
+    generator = torch.Generator().manual_seed(1)
+    few = torch.randn(1, 16, 2, 2, 3, generator=generator)
+    smooth = torch.nn.functional.interpolate(few, size=(2, 4, 4), mode="trilinear", align_corners=True)
+    return 1.4 * smooth + 0.2 * torch.randn(smooth.shape, generator=generator)
+
+
+@pytest.mark.parametrize(("has_large_channels", "least"), [(False, 57), (True, 52.5)])
+def test_random_vaes_of_the_real_size_with_structure(has_large_channels, least, run_everywhere):
+    """At Wan 2.1's width 8 bits reach the wanted PSNR, and more than they would with symmetric ranges or in e4m3.
+
+    docs/designs.md ("Convolutions in 8 bits") describes these VAEs and gives 58.6 and 56.1 dB. Built anew from its
+    words they reach 59.1 and 53.4 dB, with symmetric ranges 55.8 and 51.6, and with activations in e4m3 53.7 and 49.6.
+    """
+    run_everywhere(REFERENCES)
+    vae, z = structured_vae(has_large_channels=has_large_channels), structured_latents()
+    with trp.patch(vae):
+        exact = decode(vae, z)
+    with trp.patch(vae, trp.Exact(vae="8bit")):
+        frames = decode(vae, z)
+    assert exact.std() > 0.3
+    assert (exact.abs() == 1).float().mean() < 0.1
+    assert psnr(frames, exact) >= WANTED
+    assert psnr(frames, exact) >= least
+
+
 @pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual", "qwen image"])
 def test_any_vae_in_chunks_of_any_size(kind, chunk, run_everywhere):
@@ -119,7 +187,8 @@ def test_tiles_and_strips(run_everywhere):
     with trp.patch(vae, trp.Exact(vae="8bit")):
         plan = plan_for(vae, z)
         strips = [cuts_of(vae.decoder, strip) for strip in strips_of(4, 8, 2)]
-        parts = [joined(decoded(vae, z, plan, [1] * 5, cuts), exact.shape[2]) for cuts in strips]
+        with torch.no_grad():
+            parts = [joined(decoded(vae, z, plan, [1] * 5, cuts), exact.shape[2]) for cuts in strips]
     assert (psnr(torch.cat(parts, -1).clamp(-1, 1), exact) >= WANTED).all()
     vae.enable_tiling(16, 32, 12, 24)
     exact = decode(vae, z)
@@ -148,7 +217,7 @@ def test_which_convolutions_and_their_range(run_everywhere):
         return convolve_reference(x, combined, values, *others)
 
     def quantize(x, weight, divisor, before, bounds, *others):
-        ranges.append(bounds)
+        ranges.append(bounds.clone())
         return range_8bit.quantize_for_convolution(x, weight, divisor, before, bounds, *others)
 
     run_everywhere({**REFERENCES, CONV_8BIT: convolve, QUANTIZE_NORM_SILU: quantize})

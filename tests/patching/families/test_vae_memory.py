@@ -68,11 +68,11 @@ def each_shape_of_tiles_once(counted):
         shapes.append(z.shape)
         return made(vae, z, *others)
 
-    def join(parts, count):
+    def join(parts, count, then=None):
         shape = shapes[-1]
         if shape not in taken:
             alive, before, counted.bytes = counted.alive, counted.bytes, 0
-            frames = joined(parts, count)
+            frames = joined(parts, count, then)
             taken[shape] = counted.bytes - alive, frames.shape
             counted.bytes = max(before, counted.bytes)
             return frames

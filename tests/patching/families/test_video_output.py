@@ -1,6 +1,7 @@
 """A patched pipeline returns diffusers' own bits as "np", "pt" and "pil", or leaves the conversion to diffusers."""
 
 import copy
+import io
 import pickle
 
 import numpy as np
@@ -11,7 +12,8 @@ from diffusers.video_processor import VideoProcessor
 import turbo_rcm_patch as trp
 from tests.patching.pairs import attributes_of
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
-from turbo_rcm_patch.patching.families.vae import video_output
+from turbo_rcm_patch.patching.families.vae import finished, video_output
+from turbo_rcm_patch.patching.families.vae.finished import Mark, mark_finished, marks_of
 from turbo_rcm_patch.patching.families.vae.video_output import NOTE, postprocess_video
 
 DEVICES = pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -284,6 +286,113 @@ def test_a_piece_waits_for_its_copy_and_is_good_until_the_next(count, monkeypatc
         assert torch.equal(piece, pieces[index])
     assert index == count - 1
     assert SlowStage.made == min(count, 2)
+
+
+class Event:
+    """An event that tells which one was waited for."""
+
+    def __init__(self, name, waits):
+        self.name, self.waits = name, waits
+
+    def wait(self):
+        self.waits.append(self.name)
+
+
+@pytest.mark.parametrize(("piece", "waits"), [(1, "aabbbc"), (2, "abc"), (4, "bc"), (6, "c")])
+def test_a_piece_waits_for_its_own_frames_alone(piece, waits):
+    waited, video = [], torch.arange(6.0)
+    marks = [Mark(frames, Event(name, waited), 0) for name, frames in {"a": 2, "b": 5, "c": 6}.items()]
+    assert torch.cat(list(video_output._finished(video.split(piece), marks))).equal(video)
+    assert "".join(waited) == waits
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Stand-ins for CUDA's events."""
+    made = []
+    event = type("Event", (), {"record": lambda self, stream: made.append(self)})
+    monkeypatch.setattr(finished.torch.cuda, "Event", event)
+    monkeypatch.setattr(finished.torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(finished.torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def marked(video, *frames):
+    for count in frames:
+        mark_finished(video, count)
+    return marks_of(video)
+
+
+def test_marks_tell_when_frames_are_finished(events):
+    video = decoded().as_subclass(OnGpu)
+    assert [mark.frames for mark in marked(video, 1, 3, 5)] == [1, 3, 5]
+    assert [mark.event for mark in marks_of(video)] == events
+    assert marks_of(decoded()) == marks_of(video[:, :, :2]) == []
+    video[0, 0, 0, 0, 0] = 0  # an event from before says nothing of this
+    assert marks_of(video) == []
+    again = torch.load(io_of(video), weights_only=False)
+    assert again.equal(video)
+
+
+def io_of(video):
+    file = io.BytesIO()
+    torch.save(video, file)
+    file.seek(0)
+    return file
+
+
+def test_half_a_video_and_videos_elsewhere_have_no_marks(events, monkeypatch):
+    assert marked(decoded().as_subclass(OnGpu), 1, 3) == []
+    assert marked(decoded(), 5) == []
+    with torch.inference_mode():
+        assert marked(decoded().as_subclass(OnGpu), 5) == []
+    monkeypatch.setattr(finished.torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert marked(decoded().as_subclass(OnGpu), 5) == []
+    assert len(events) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("output_type", ["np", "pil"])
+def test_the_first_frames_leave_the_gpu_while_it_makes_the_others(output_type, monkeypatch):
+    video, processor = decoded(2, 3, 8, 40, 56, torch.bfloat16, "cuda"), VideoProcessor()
+    expected = processor.postprocess_video(video, output_type)
+    monkeypatch.setattr(video_output, "PIECE_BYTES", 3 * 40 * 56 * 2)  # one frame
+    mark_finished(warm := video.clone(), 8)
+    postprocess_video(processor, warm, output_type)  # compiles and allocates
+    whole, unfinished = torch.zeros_like(video), []
+    for frames in (2, 8):
+        begin = 0 if frames == 2 else 2
+        torch.cuda._sleep(10**9 if frames == 2 else 4 * 10**9)  # much longer than the host takes for the first frames
+        whole[:, :, begin:frames] = video[:, :, begin:frames]
+        mark_finished(whole, frames)
+    last = marks_of(whole)[-1].event
+    pieces = video_output.pieces_on_cpu
+    monkeypatch.setattr(
+        video_output,
+        "pieces_on_cpu",
+        lambda *args: (unfinished.append(not last.query()) or piece for piece in pieces(*args)),
+    )
+    assert same(postprocess_video(processor, whole, output_type), expected)
+    assert unfinished[0]
+    assert not unfinished[-1]
+
+
+@pytest.mark.gpu
+def test_a_patched_vae_marks_what_it_decodes():
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+    vae = pipe.vae.to("cuda", torch.bfloat16)
+    z = torch.randn(1, vae.config.z_dim, 4, 4, 6, device="cuda", dtype=torch.bfloat16)
+    with trp.patch(pipe, trp.Exact(vae_chunk=1)), torch.no_grad():
+        sample = vae.decode(z).sample
+        assert [mark.frames for mark in marks_of(sample)] == [1, 5, 9, 13]
+        expected = VideoProcessor.postprocess_video(pipe.video_processor, sample, "np")
+        assert same(pipe.video_processor.postprocess_video(vae.decode(z).sample, "np"), expected)
 
 
 @pytest.mark.gpu

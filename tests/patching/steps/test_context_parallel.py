@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
 from tests.patching.launches import around_launches
-from tests.patching.parallel_graphs import SCENARIOS, STEPS, kept_after_the_end, run_graphs, step_inputs
+from tests.patching.parallel_graphs import (
+    SCENARIOS,
+    STEPS,
+    WITH_RUNS,
+    inputs_with_runs,
+    kept_after_the_end,
+    run_graphs,
+    run_graphs_with_runs,
+    step_inputs,
+)
 from tests.patching.steps.test_sparse_linear import with_own_projections
 from tests.patching.tape import replays
 from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
@@ -24,6 +33,7 @@ from tests.tiny_wan import moved, tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import reference
 from turbo_rcm_patch.kernels.launch import recorded, recording
 from turbo_rcm_patch.patching.families import ahead
+from turbo_rcm_patch.patching.steps import in_8_bits
 from turbo_rcm_patch.patching.steps.context_parallel import ulysses_attention, why_not_between_all_to_alls
 
 ULYSSES, RING = {"ulysses_degree": RANKS}, {"ring_degree": RANKS}
@@ -38,7 +48,7 @@ MODELS = {
     "a timestep per token": ({"heads": 4}, 2, True, ULYSSES, "before"),
     "shares of any size": ({}, 2, False, ANYTHING, "before"),
 }
-# Attention in 8 bits, sparse, and both. The linears are not, unlike the tiers' own.
+# Attention in 8 bits, sparse, and both. The linears are not, unlike the tiers' own, except in IN_ALL.
 BLOCKS = {"blocks": (4, 4)}  # of the 18 tokens
 LEFT_OUT = {**BLOCKS, "mass": 0.5, "min_tokens": 0}
 IN_8_BITS = {"quantize": ("attention",)}
@@ -49,7 +59,20 @@ TIERS = {
     "block-sparse": trp.BlockSparse(quantize=(), **LEFT_OUT),
     "block-sparse, 8 bits": trp.BlockSparse(**LEFT_OUT, **IN_8_BITS),
 }
-ON_GPU = {"exact": trp.Exact(), "quantized": trp.Quantized(), "block-sparse": trp.BlockSparse(mass=0.9, min_tokens=0)}
+ON_GPU = {
+    "exact": trp.Exact(),
+    "quantized": trp.Quantized(),
+    "sparse": trp.Sparse(topk=0.5, blocks=(64, 128)),
+    "block-sparse": trp.BlockSparse(mass=0.9, min_tokens=0),
+}
+IN_ALL = {
+    "quantized": trp.Quantized(),
+    "quantized linears": trp.Quantized(quantize=("linears",)),
+    "sparse": trp.Sparse(topk=0.5, **BLOCKS),
+    "block-sparse": trp.BlockSparse(**LEFT_OUT),
+}
+RUNS_ON_GPU = ("exact", "quantized")  # tiers
+IN_TURN = "fofofoof"  # calls of `inputs_with_runs`
 IN_SUMMARY = {
     "quantized": "between all-to-alls",
     "sparse": "SLA 2/5 blocks",
@@ -117,8 +140,12 @@ def on_cpu(rank):
         "compiled": compiled(),
         "graphs after the end": kept_after_the_end(parallelize),
         "graphs": run_graphs(rank, parallelize),
-        "tiers": {name: in_tier(name, ULYSSES) for name in TIERS},
-        "quantized, shares of any size": in_tier("quantized", ANYTHING),
+        "graphs with runs": run_graphs_with_runs(rank, parallelize),
+        "tiers": {name: in_tier(config, ULYSSES) for name, config in TIERS.items()},
+        "all in 8 bits": {
+            (name, batch): in_all_in_8_bits(config, batch) for name, config in IN_ALL.items() for batch in (1, 2)
+        },
+        "quantized, shares of any size": in_tier(TIERS["quantized"], ANYTHING),
         "sparse, refused": {name: sparse_refused(*REFUSED[name][:2]) for name in REFUSED},
         "before a call": {name: before_a_call(config) for name, (config, _) in BEFORE_A_CALL.items()},
         "families": {(*each, when): in_family(*each, when) for each in EACH_FAMILY for when in ("before", "after")},
@@ -250,16 +277,30 @@ def compiled():
 
 
 @torch.no_grad()
-def in_tier(name, degrees=None):
+def in_tier(config, degrees=None, batch=3):
     """The output and the summary of a model in a tier, on all ranks if degrees are given, else in one process."""
-    model, inputs = model_and_inputs("ulysses")
-    config = TIERS[name]
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model, batch)
     if isinstance(config, trp.Sparse):
         with_own_projections(model)
     patch = trp.patch(model, config)
     if degrees is not None:
         model.enable_parallelism(config=parallel_config(**degrees))
     return model(**inputs)[0], patch.summary()
+
+
+def in_all_in_8_bits(config, batch):
+    """The results of `in_tier` on all ranks, and the shapes of rows in parts that are quantised."""
+    in_parts = []
+
+    def recorded_launch(launch, x, *options):
+        if options[2:] == (True,):
+            in_parts.append(tuple(x.shape))
+        return launch(x, *options)
+
+    with pytest.MonkeyPatch.context() as watched:
+        around_launches(watched, "QUANTIZE_ROWS", lambda launch: partial(recorded_launch, launch), in_8_bits)
+        return *in_tier(config, ULYSSES, batch), in_parts
 
 
 @torch.no_grad()
@@ -313,7 +354,8 @@ def on_gpu(rank):
     """Return results of a bf16 model on this rank's GPU.
 
     By batch: its outputs, for one batch also those of compiled blocks, and the shapes that our attention got. Under
-    "graphs", by tier: the outputs with CUDA graphs, the number of replays, and the summary.
+    "graphs", by tier: the outputs with CUDA graphs, the number of replays, and the summary. Under "graphs with runs":
+    these, after the outputs without graphs.
     """
     torch.cuda.set_device(rank)
     results = {}
@@ -329,17 +371,41 @@ def on_gpu(rank):
         results[batch] = outputs, queries.shapes
     results["graphs"] = {}
     for tier, config in ON_GPU.items():
-        model, inputs = large_model_and_inputs(1)
+        model, inputs = large_model_and_inputs(1, config)
         model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
         patch = trp.patch(model, dataclasses.replace(config, cuda_graph="on"))
         outputs = [model(**inputs)[0].cpu() for _ in range(4)]
         results["graphs"][tier] = outputs, replays(model), patch.summary()
+    results["graphs with runs"] = {tier: gpu_steps_with_runs(ON_GPU[tier]) for tier in RUNS_ON_GPU}
     return results
 
 
-def large_model_and_inputs(batch):
+@torch.no_grad()
+def gpu_steps_with_runs(config):
+    """The outputs of IN_TURN without and with graphs, the number of replays, and the summary."""
+    outputs = []
+    for mode in ("off", "on"):
+        model, _ = large_model_and_inputs(1)
+        model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
+        patch = trp.patch(model, dataclasses.replace(config, cuda_graph=mode))
+        outputs.append([model(**large_inputs_with_runs(model, *each))[0].cpu() for each in enumerate(IN_TURN)])
+    return *outputs, replays(model), patch.summary()
+
+
+def large_inputs_with_runs(model, step, call):
+    """What `inputs_with_runs` returns, for `large_model_and_inputs`: a rank's share is longer than the first frame."""
+    inputs = tiny_transformer_inputs(model, 1, frames=5, height=48, width=64, seed=step)
+    timestep = torch.full((1, 5 * 24 * 32), 900.0 - 100 * step)
+    if call == "f":
+        timestep[:, : 24 * 32] = 0.0
+    return moved({**inputs, "timestep": timestep}, "cuda")
+
+
+def large_model_and_inputs(batch, config=None):
     """Return a bf16 model so large that kernels and exchanges still run when the host launches the next one."""
     model = tiny_wan_transformer(heads=8, head_dim=128, dtype=torch.bfloat16).cuda()
+    if isinstance(config, trp.Sparse):
+        with_own_projections(model)
     inputs = tiny_transformer_inputs(model, batch, frames=5, height=48, width=64)
     return model, moved(inputs, "cuda")
 
@@ -422,7 +488,7 @@ def test_gradients_are_diffusers(ranks):
 
 @functools.cache
 def alone_in_tier(name):
-    return in_tier(name)[0]
+    return in_tier(TIERS[name])[0]
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -436,6 +502,26 @@ def test_the_ranks_attend_in_8_bits_or_to_a_part_of_the_keys_as_one_process_does
         assert relative_error(output, alone_in_tier(name)) <= rounding
         assert IN_SUMMARY[wide] in row(summary, "self_attention", " attention ")
     assert relative_error(alone_in_tier(name), expected("ulysses")) > 1e-4  # the tier changes the result
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", IN_ALL)
+def test_tokens_are_put_in_8_bits_where_they_arrive(ranks, name, batch):
+    """One launch in each of two blocks gives the output projection's input, for one sample without a copy before."""
+    alone, exact = in_tier(IN_ALL[name], batch=batch)[0], exact_of(batch)
+    for results in ranks:
+        output, _, in_parts = results["all in 8 bits"][name, batch]
+        own, heads, head_dim = TOKENS // RANKS, 2, 64
+        arrived = (own, RANKS, heads // RANKS * head_dim) if batch == 1 else (batch * own, heads, head_dim)
+        assert in_parts == 2 * [arrived]
+        assert relative_error(output, exact) <= 1.05 * relative_error(alone, exact)
+
+
+@functools.cache
+def exact_of(batch):
+    model = tiny_wan_transformer()
+    with torch.no_grad():
+        return model(**tiny_transformer_inputs(model, batch))[0]
 
 
 def test_a_quantized_model_with_shares_of_any_size_takes_the_exact_attention(ranks):
@@ -531,6 +617,46 @@ def test_a_graph_is_recorded_and_replayed_by_all_ranks_or_by_none(ranks, name):
         assert notes[0] == notes[1]
 
 
+REPLAYED = {
+    "other timesteps": "-fff",
+    "two kinds in turn": "-ofofofoof",
+    "too many runs on one": "----ff---",
+    "large": "-fffoo--",
+    "large, if asked for": "--",
+    "too large": "--",
+    "a hook on one": "---",
+    "large, with a hook on one": "--",
+}
+
+
+@pytest.mark.parametrize("name", WITH_RUNS)
+@torch.no_grad()
+def test_ranks_with_other_numbers_of_runs_replay_together(ranks, name):
+    model, calls = tiny_wan_transformer(), WITH_RUNS[name]["calls"]
+    alone = [model(**inputs_with_runs(model, step, call))[0] for step, call in enumerate(calls)]
+    notes = []
+    for results in ranks:
+        outputs, replayed, note = results["graphs with runs"][0][name]
+        assert replayed == REPLAYED[name], note
+        for output, expected in zip(outputs, alone, strict=True):
+            assert relative_error(output, expected) <= 1e-5
+        notes.append(note)
+    reasons = {
+        "a hook on one": ("another GPU runs without (3)", "torch hook (3)"),
+        "large, with a hook on one": ("another GPU runs without (2)", "torch hook (2)"),
+        "large": ("another GPU runs without (2)", "timesteps per token in more than 2 runs (2)"),
+        "too large": ("too large to gain (2)", "too large to gain (2)"),
+    }
+    assert all(reason in note for reason, note in zip(reasons.get(name, ("", "")), notes, strict=True)), notes
+
+
+def test_ranks_replay_recordings_that_were_made_together(ranks):
+    """NCCL does not allow others."""
+    numbers = [results["graphs with runs"][1] for results in ranks]
+    assert numbers[0] == numbers[1]
+    assert len(numbers[0]) == sum(call != "-" for calls in REPLAYED.values() for call in calls)
+
+
 def test_compiled_blocks(ranks):
     model = tiny_wan_transformer(layers=1)
     with torch.no_grad():
@@ -564,7 +690,7 @@ def test_graphs_are_gone_when_a_process_group_ends(ranks):
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 @torch.no_grad()
 def test_two_gpus_are_no_worse_than_one(tmp_path):
-    ranks = in_gpu_ranks(on_gpu, tmp_path)
+    ranks = in_gpu_ranks(on_gpu, tmp_path, seconds=600)
     for batch in (1, 2):
         model, inputs = large_model_and_inputs(batch)
         alone = model(**inputs)[0].cpu()
@@ -576,13 +702,22 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
             for output in outputs:
                 assert_no_worse(output, alone, oracle)
     for tier, config in ON_GPU.items():
-        model, inputs = large_model_and_inputs(1)
-        dense = model(**inputs)[0].cpu()
+        model, inputs = large_model_and_inputs(1, config)
+        is_sparse = isinstance(config, trp.Sparse)  # then dense attention, without proj_l, gives something else
+        with trp.patch(model, dataclasses.replace(config, quantize=())) if is_sparse else contextlib.nullcontext():
+            exact = model(**inputs)[0].cpu()
         with trp.patch(model, config):
             alone = model(**inputs)[0].cpu()
         for results in ranks:
             outputs, replayed, summary = results["graphs"][tier]
             assert replayed == 3, summary
             for output in outputs:  # the first is computed eagerly
-                rounding = relative_error(alone, dense)
+                rounding = relative_error(alone, exact)
                 assert relative_error(output, alone) <= max(rounding, 0.02), (tier, summary)
+    for results in ranks:
+        for tier in RUNS_ON_GPU:
+            without, outputs, replayed, summary = results["graphs with runs"][tier]
+            assert replayed == len(IN_TURN) - 2, summary
+            for ours, theirs in zip(outputs, without, strict=True):
+                # Without a graph a GPU embeds no empty run, so that its GEMM sums in another order.
+                assert relative_error(ours, theirs) <= 0.01, (tier, summary)

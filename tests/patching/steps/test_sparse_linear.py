@@ -82,7 +82,8 @@ def with_own_projections(model):
     size = model.config.attention_head_dim
     for number, block in enumerate(model.blocks):
         torch.manual_seed(number)
-        block.attn1.proj_l = torch.nn.Linear(size, size)
+        like = block.attn1.to_q.weight
+        block.attn1.proj_l = torch.nn.Linear(size, size, device=like.device, dtype=like.dtype)
     return model
 
 

@@ -111,6 +111,6 @@ def latents(vae, frames=3, batch=2):
 
 
 def published_sample(file, kind, made):
-    """Return the published sample [B, 3, T, H, W] in [-1, 1], in fp64."""
-    tensors = {name: tensor.double() for name, tensor in load_file(file).items()}
+    """Return the published sample [B, 3, T, H, W] in [-1, 1], in fp64, on the latents' device."""
+    tensors = {name: tensor.to(made.device).double() for name, tensor in load_file(file).items()}
     return published_video(tensors, kind, made.double()).movedim(2, 1) * 2 - 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import gpu_session, ops
+from scripts.benchmarks import end_to_end, gpu_session, ops
 from turbo_rcm_patch.bench import environment
 from turbo_rcm_patch.bench.environment import describe_environment
 
@@ -227,3 +227,28 @@ def test_the_ops_of_each_tier_are_timed(gpu):
     steps = ("ops", "ops-quantized", "ops-sparse")
     tiers = {tier for step in steps for tier in ops.parse_options(list(gpu_session.MEASUREMENTS[step][1:])).tier}
     assert tiers == {case.tier.name for case in ops.CASES}
+
+
+@pytest.mark.parametrize(
+    ("step", "size"), [("ltx2-19b-sparse", (512, 768, 121)), ("ltx2-19b-1024p-sparse", (1024, 1792, 121))]
+)
+def test_whole_videos_of_ltx2_have_all_layers_beside_torch_compile(step, size):
+    options = end_to_end.parse_options(list(gpu_session.MEASUREMENTS[step][1:]))
+    case = end_to_end.CASES[options.config]
+    chosen = (options.height or case.height, options.width or case.width, options.frames or case.frames)
+    assert (options.config, chosen) == ("ltx2-19b", size)
+    assert options.decode
+    assert (options.layers, options.steps, options.preset) == (None, 4, ["sparse"])
+    assert not options.no_compile
+    assert list(gpu_session.runs_of(step).values()) == [step]
+
+
+def test_a_whole_video_of_both_experts_is_made_from_a_prompt():
+    step = "wan2.2-a14b-decoded"
+    options = end_to_end.parse_options(list(gpu_session.MEASUREMENTS[step][1:]))
+    assert (options.config, options.layers, options.steps, options.preset) == ("wan2.2-a14b", None, 4, ["quantized"])
+    assert (options.height, options.width, options.frames) == (480, 832, None)
+    assert options.prompt
+    assert options.decode
+    assert options.repeats == 1
+    assert list(gpu_session.runs_of(step).values()) == [step]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from scripts.benchmarks import group_offload as benchmark
+from scripts.benchmarks.gpu_session import ROOT
 from tests.tiny_wan import tiny_wan_transformer
 
 CPU = torch.device("cpu")
@@ -42,6 +43,22 @@ def test_blocks_stream_as_the_page_on_tiers_says():
     benchmark.offload(model, CPU)
     (options,) = (call.kwargs for call in model.enable_group_offload.mock_calls)
     assert (options["offload_type"], options["use_stream"], options["record_stream"]) == ("block_level", True, True)
+
+
+def test_the_process_begins_anew_with_the_variables_that_the_page_on_tiers_names(monkeypatch):
+    began = []
+
+    def execve(program, arguments, environment):
+        began.append({name: environment[name] for name in benchmark.REUSED})
+        raise SystemExit
+
+    monkeypatch.setattr(benchmark.os, "execve", execve)
+    monkeypatch.setattr(benchmark.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        benchmark.main(["--reuse-host-memory"])
+    assert began == [benchmark.REUSED]
+    exported = " ".join(f"{name}={value}" for name, value in benchmark.REUSED.items())
+    assert f"export {exported}\n" in (ROOT / "docs/tiers.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,13 @@ import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import turbo_rcm_patch as trp
-from scripts.benchmarks import memory_cap, small_cards
+from scripts.benchmarks import small_cards
 from turbo_rcm_patch.memory.components import component_of
 
 TIERS = ("exact", "quantized", "sparse", "sparse, text encoder in 8 bits")
 RECORDED = {"watching": nullcontext, "mark": lambda _: None, "ends": [1.0, 2.0], "peaks": {}}
-TINY_TEXT = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_layers": 2, "vocab_size": 100}
 
-
-@pytest.fixture(autouse=True)
-def small_encoder(monkeypatch):
-    for name, value in TINY_TEXT.items():
-        monkeypatch.setattr(small_cards.UMT5_XXL, name, value)
-    monkeypatch.setattr(memory_cap, "POOL", 1 << 12)
+pytestmark = pytest.mark.usefixtures("small_encoder")
 
 
 def test_the_embeddings_are_one_tensor_under_two_names():

@@ -8,6 +8,7 @@ import torch
 from scripts.benchmarks import memory_cap
 from scripts.benchmarks import vae as module
 from scripts.benchmarks.vae import IN_TILES, LITTLE_MEMORY, PATCHED, STRIPS, TINY, UNPATCHED, main
+from scripts.tools.pages.vae import NUMPY, PIL
 from tests.patching.tiny_vae.published import WIDTHS
 from turbo_rcm_patch.patching.families.vae import forward
 from turbo_rcm_patch.patching.tiny_vae import network
@@ -36,6 +37,8 @@ def test_every_variant_decodes_and_encodes(tmp_path, monkeypatch, capsys):
     tiny = rows.pop(("decode", TINY))
     assert tiny["error"] is tiny["predicted"] is None
     assert all(rows.pop(("decode", name))["seconds"] > 0 for name in STRIPS)
+    output = {(work, name) for work in (NUMPY, PIL) for name in (UNPATCHED, PATCHED)}
+    assert all(rows.pop(each)["seconds"] > 0 for each in output)
     assert set(rows) == {(work, name) for work in ("decode", "encode") for name in names}
     for work in ("decode", "encode"):
         for name in names[1:]:
@@ -43,7 +46,9 @@ def test_every_variant_decodes_and_encodes(tmp_path, monkeypatch, capsys):
             assert rows[work, name]["predicted"] > 0
     assert rows["decode", LITTLE_MEMORY]["predicted"] < rows["decode", PATCHED]["predicted"]
     assert [1] * len(taken[0]) in taken  # little memory
-    assert "over unpatched" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "over unpatched" in printed
+    assert printed.index(f"| {NUMPY} ") < printed.index(f"| {PIL} ")
 
 
 def test_a_variant_is_undone():

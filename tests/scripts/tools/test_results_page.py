@@ -11,7 +11,7 @@ import pytest
 
 from scripts.benchmarks import gpu_session
 from scripts.tools import write_pages
-from scripts.tools.pages import cards, checks, ops, readme, steps
+from scripts.tools.pages import cards, charts, checks, ops, readme, steps
 from scripts.tools.pages.vae import vae_table
 from tests.scripts.tools.pages.results import cards_runs
 from turbo_rcm_patch.cli.side_by_side import strip_height
@@ -64,6 +64,12 @@ ATTENTION_ERRORS = {
 }
 
 
+VIDEO = {"text_encoding": 0.25, "steps": [0.5, 0.5], "vae_decode": 0.5, "output": 0.25, "total": 2.25}
+FIRST_VIDEO = {
+    "settings": {"config": "wan2.1-x", "frames": 5, "height": 16, "width": 32, "steps": 2, "tokens": 512},
+    "environment": ENVIRONMENT,
+    "first_videos": {"sparse": {"build": 4.0, "patch": 1.5, "first": {**VIDEO, "total": 5.25}, "second": VIDEO}},
+}
 HOST_MEMORY = {"peak": 15 * 10**9, "pinned": 14 * 10**9, "weights": 10 * 10**9, "seconds": 30}
 SOUND = {
     "settings": {"config": "ltx2-19b", "layers": 8, "height": 512, "width": 768, "num_frames": 121},
@@ -110,6 +116,8 @@ def run_of(name: str, command: tuple[str, ...], preset: str) -> dict:
         return copy.deepcopy(OFFLOADED)
     if "small_cards" in command[0]:
         return cards_runs()["--rivals" not in command]
+    if "first_video" in command[0]:
+        return copy.deepcopy(FIRST_VIDEO)
     if "host_memory" in command[0]:
         return {"settings": {"config": name, "experts": 1, "vram": "8GB"}, "host_memory": HOST_MEMORY}
     if "sound" in command[0]:
@@ -176,8 +184,9 @@ def test_the_newest_gpu_is_first_and_begins_with_a_summary(tmp_path):
 
 def test_every_target_is_of_a_measurement():
     targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
-    targets += (steps.STAGE_TARGETS,)
-    assert {name for table in targets for name in table} | {name for name, *_ in steps.SHORT_SECONDS} <= set(all_runs())
+    targets += (steps.STAGE_TARGETS, steps.VAE_8BIT_LIMITS, steps.TINY_VAE_LIMITS)
+    named = {name for table in targets for name in table} | {name for name, *_ in steps.SHORT_SECONDS}
+    assert named | set(charts.WITH_STEPS) <= set(all_runs())
 
 
 def test_a_step_under_a_cap_on_memory():
@@ -252,21 +261,23 @@ def test_a_sparse_step_is_compared_with_dense_8_bits():
 
 
 @pytest.mark.parametrize(
-    ("step", "shown"), [(0.14, "0.56 | 0.58 | 0.02 | 1.04"), (0.15, "0.60 ✗ | 0.58 | 0.02 | 1.40 ✗")]
+    ("step", "shown"), [(0.14, "0.56 | 0.58 | 0.02 |  | 1.04"), (0.15, "0.60 ✗ | 0.58 | 0.02 |  | 1.40 ✗")]
 )
 def test_a_sparse_video_has_targets_and_a_place_in_the_summary(step, shown):
     name = "wan2.1-1.3b-decoded-sparse"
     run = copy.deepcopy(MEASURED["wan2.1-1.3b-decoded"])
     run["settings"]["preset"] = "sparse"
+    run["settings"].pop("tokens", None)
+    run["variants"] = [one for one in run["variants"] if one["name"] in ("unpatched", "torch.compile", "patched")]
     eager, compiled, patched = (variant["timings"] for variant in run["variants"])
     eager["total"], compiled["total"] = 4.59, 3.44
     patched |= {"steps": [step] * 4, "vae_decode": 0.58, "output": 0.02, "total": 1.04 if step < 0.15 else 1.4}
     table = steps.whole_videos_table({name: run})
-    assert f"| patched (sparse) | {shown}" in table
+    assert f"| patched (sparse) |  | {shown}" in table
     assert "| steps 0.57 s / total 1.05 s |" in table
     short = steps.short_tables({"wan2.1-1.3b": MEASURED["wan2.1-1.3b"], name: run})
     total = "1.04" if step < 0.15 else "1.40 ✗"
-    assert f"4 steps, sparse | 4.59 | 3.44 | {total} |" in short
+    assert f"4 steps, sparse, embeddings to frames | 4.59 | 3.44 | {total} |" in short
 
 
 def test_a_pipeline_and_diffusers_own_offloading_share_a_table():
@@ -323,6 +334,20 @@ def test_the_readme_has_the_smallest_card_of_a_pipeline_in_the_fastest_way():
     assert readme.cards_table([rivals, run]).splitlines()[2:] == fastest
 
 
+def test_the_readme_has_whole_videos_from_a_prompt_or_else_from_embeddings():
+    names = "wan2.1-1.3b-decoded", "wan2.1-1.3b-decoded-sparse"
+    runs = {name: copy.deepcopy(MEASURED[name]) for name in ("wan2.1-1.3b", *names)}
+    for name, total in zip(names, (2.25, 1.25), strict=True):
+        runs[name]["settings"].pop("tokens", None)
+        (patched,) = (one for one in runs[name]["variants"] if one["name"] == "patched")
+        patched["timings"]["total"] = total
+    line = " ".join(readme.headline({"gpu": "GPU X", "runs": runs}).split())
+    assert "A 4-step video, embeddings to frames, takes 2.25 s (exact) and 1.25 s (sparse); with" in line
+    runs[names[1]]["settings"]["tokens"] = 512
+    line = " ".join(readme.headline({"gpu": "GPU X", "runs": runs}).split())
+    assert "A 4-step video, prompt to frames, takes 1.25 s (sparse); with" in line
+
+
 def test_a_vae_alone():
     text = vae_table(run := vae_run())
     assert "| decode | patched | 0.900 | 2.22× | 1.67× | 0.90 |  | 1.0e-02 |  |" in text
@@ -334,6 +359,18 @@ def test_a_vae_alone():
     assert "| decode | patched, 8 bits | 0.500 | 4.00× | 3.00× | 0.90 |  | 1.0e-02 | 43.2 |" in vae_table(run)
     row.update(seconds=0.8, psnr=41.9)
     assert "| 0.800 | 2.50× ✗ | 1.88× ✗ | 0.90 |  | 1.0e-02 | 41.9 ✗ |" in vae_table(run)
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.09, "0.090"), (0.11, "0.110 ✗")])
+def test_output_as_pil_is_no_slower_than_as_numpy(seconds, shown):
+    run = vae_run()
+    times = {"output, numpy": (0.3, 0.1), "output, PIL": (0.4, seconds)}
+    for work, each in times.items():
+        for variant, time in zip(("unpatched", "patched"), each, strict=True):
+            run["vae"].append({**run["vae"][0], "work": work, "variant": variant, "seconds": time, "error": None})
+    text = vae_table(run)
+    assert "| output, numpy | patched | 0.100 | 3.00× |  |" in text
+    assert f"| output, PIL | patched | {shown} | {0.4 / seconds:.2f}× |  |" in text
 
 
 @pytest.mark.parametrize(
@@ -368,6 +405,8 @@ def test_offloaded_steps_are_compared_with_resident_ones_of_their_tier():
     assert "| exact | offloading enabled after the patch | 1.70 |  | 3.00 |" in text
     rows[1]["step_seconds"] = 1.77
     assert "| 1.77 | 1.11× ✗ | 3.00 |" in ops.group_offload_table(run)
+    run["settings"]["variables"] = {"REUSED": "1", "SIZE": "2"}
+    assert "on a stream, with `REUSED=1 SIZE=2`; the median" in ops.group_offload_table(run)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,21 @@ def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return None if verdict.is_ours else f"PyTorch's was faster on {', '.join(verdict.gpus)}"
 
 
+def why_torch_at(op: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the reason why PyTorch's own kernels run for an op at a shape, or None if a GPU of this name was not timed
+    at it, or ours was not slower.
+
+    `why_torch` judges all shapes and all GPUs of a compute capability together. `turbo-rcm tune` on this GPU replaces
+    what this function knows.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or dtype not in MEASURED_DTYPES:
+        return None
+    tuned, gpu = _tuned_on(device), torch.cuda.get_device_name(device)
+    if (tuned is not None and op in tuned.verdicts) or shape not in slower_shapes().get((gpu, op), ()):
+        return None
+    return f"PyTorch's was faster at this size on {gpu}"
+
+
 def measured_on(op: str, device: torch.device) -> str | None:
     """Return where an op was measured, or None if nowhere.
 
@@ -154,6 +169,12 @@ def _tuned_on(device: torch.device) -> Tuned | None:
 def shipped() -> dict[tuple[str, tuple[int, int]], Verdict]:
     """Return the verdicts that ship with the package. The files are read once, when first asked for."""
     return read_verdicts(FOLDER.glob("*.json"))
+
+
+@functools.cache
+def slower_shapes() -> dict[tuple[str, str], set[tuple[int, ...]]]:
+    """Return by GPU and op the shapes at which our kernel is slower than PyTorch's by more than noise."""
+    return read_slower_shapes(FOLDER.glob("*.json"))
 
 
 @functools.cache
@@ -231,6 +252,17 @@ def read_verdicts(files: Iterable[Path]) -> dict[tuple[str, tuple[int, int]], Ve
         for row in measured["rows"]:
             rows.setdefault((row["op"], tuple(measured["capability"])), []).append((measured["gpu"], row))
     return {key: _verdict(known) for key, known in rows.items()}
+
+
+def read_slower_shapes(files: Iterable[Path]) -> dict[tuple[str, str], set[tuple[int, ...]]]:
+    """Return `slower_shapes` of the files."""
+    found: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    for file in files:
+        measured = json.loads(file.read_text(encoding="utf-8"))
+        for row in measured["rows"]:
+            if row["ours"] is not None and row["ours"] > WORTHWHILE * row["rival"]:
+                found.setdefault((measured["gpu"], row["op"]), set()).add(tuple(row["shape"]))
+    return found
 
 
 def _verdict(rows: list[tuple[str, dict]]) -> Verdict:

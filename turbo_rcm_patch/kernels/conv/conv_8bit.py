@@ -26,7 +26,7 @@ from . import conv_portable, conv_sm90
 from .conv_skip import ConvSpec
 
 ALIGNED = 16  # channels that TMA and vectors of 16 bytes need
-ROWS = 64  # of a weight that are quantised at a time
+VALUES = 1 << 22  # of a weight that are quantised at a time, in about 60 MiB.
 
 
 class Weight8bit(NamedTuple):
@@ -52,8 +52,8 @@ def channel_divisor(weight: torch.Tensor) -> torch.Tensor:
 def quantize_conv_weight(weight: torch.Tensor, divisor: torch.Tensor) -> Weight8bit:
     """Quantise a weight [N, kt, kh, kw, C] with any strides, multiplied by a divisor [C]."""
     values = weight.new_empty(weight.shape, dtype=INT8)
-    scales, totals = [], []
-    for rows, out in zip(weight.split(ROWS), values.split(ROWS), strict=True):
+    scales, totals, rows_at_once = [], [], max(1, VALUES // weight[0].numel())
+    for rows, out in zip(weight.split(rows_at_once), values.split(rows_at_once), strict=True):
         quantized = quantize_reference((rows.float() * divisor).flatten(1), INT8)
         out.copy_(quantized.values.view(out.shape))
         scales.append(quantized.scale)
@@ -98,12 +98,13 @@ def _launch_portable(x, combined, values, dtype, residual, front):
 
 def _launch(launch, x, combined, values, dtype, residual, front):
     B, T, H, W, _ = x.shape
-    T = T if front is not None else T - values.shape[1] + 1
-    out = x.new_empty(B, T, H - 2, W - 2, len(values), dtype=dtype)
-    residual = None if residual is None else residual.contiguous()
+    N, kt, *_ = values.shape
+    out = x.new_empty((B, T if front is not None else T - kt + 1, H - 2, W - 2, N), dtype=dtype)
+    x, values = x.contiguous(), values.contiguous()
+    front, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, residual))
     if launch is conv_sm90.launch and not conv_sm90.fits_tma(x, front, values, residual):
         launch = conv_portable.launch
-    factor, offset = combined
+    factor, offset = combined.unbind()
     launch(x, front, values, offset, residual, out, False, 1, factor)
     return out
 

@@ -17,7 +17,7 @@ from ..dispatch import device_properties
 from ..launch import launch_kernel, register_options
 from ..linear.gemm_portable import epilogue_in_parts, locate_tile
 from ..sizes import cdiv, next_power_of_2
-from ..tma import TMA_CAPABILITY
+from ..tma import TMA_CAPABILITY, descriptor_of
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image, residual_repeats
 
 ALIGNED = 16  # columns of a window's products are a multiple of this
@@ -64,14 +64,13 @@ def _launch_narrow(
     the window's frames, not for each position. The second adds the products that belong to a pixel of the result.
     """
     N, kt, kh, kw, C = weight.shape
-    rows = weight.permute(2, 3, 0, 1, 4).reshape(kh * kw * N, kt, 1, 1, C)
-    # Rows of zeros, so that threads store several values at a time.
-    columns = rows.new_zeros(_columns(N, kh, kw), *rows.shape[1:])
-    columns[: len(rows)] = rows
-    products = x.new_empty(*out.shape[:4], len(columns), dtype=torch.float32)
+    # Rows of zeros at the end, so that threads store several values at a time.
+    columns = weight.new_zeros(_columns(N, kh, kw), kt, 1, 1, C)
+    columns[: kh * kw * N].view(kh, kw, N, kt, C).copy_(weight.permute(2, 3, 0, 1, 4))
+    products = x.new_empty(*out.shape[:4], columns.shape[0], dtype=torch.float32)
     _launch_boxes(x, front, columns, None, None, products, False, 1)
     pixels = out.numel() // N
-    arguments = products, bias, residual, out, pixels, *out.shape[2:4], N, len(columns)
+    arguments = products, bias, residual, out, pixels, *out.shape[2:4], N, columns.shape[0]
     width = next_power_of_2(N)
     part = VALUES // width
     launch_kernel(_add_window_kernel, (cdiv(pixels, part),), *arguments, KH=kh, COLUMNS=width, PIXELS=part, num_warps=4)
@@ -101,9 +100,9 @@ def _launch_boxes(
     if descriptors:
         box = [1, tiles.box_height, tiles.box_width, tiles.depth]
         operands = (
-            *(None if frames is None else TensorDescriptor.from_tensor(frames, box) for frames in images),
-            TensorDescriptor.from_tensor(weights, [1, tiles.columns, tiles.depth]),
-            TensorDescriptor.from_tensor(weights, [1, tiles.tail, tiles.depth]) if tiles.tail else None,
+            *(None if frames is None else _descriptor(frames, box) for frames in images),
+            _descriptor(weights, [1, tiles.columns, tiles.depth]),
+            _descriptor(weights, [1, tiles.tail, tiles.depth]) if tiles.tail else None,
         )
     launch_kernel(
         _conv_skip_kernel,
@@ -122,6 +121,10 @@ def _launch_boxes(
         **_tile_options(tiles),
         **register_options(capability, (10, 12)),
     )
+
+
+def _descriptor(tensor: torch.Tensor, box: list[int]) -> TensorDescriptor:
+    return descriptor_of(TensorDescriptor, tensor, tensor.shape, tensor.stride(), block_shape=box)
 
 
 def _fits_tma(tensor: torch.Tensor) -> bool:

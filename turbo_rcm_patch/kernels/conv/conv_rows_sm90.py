@@ -6,6 +6,9 @@ products for each byte. The kernel is in conv_rows_sm90_kernel.py.
 
 from __future__ import annotations
 
+import functools
+from math import prod
+
 import torch
 
 from ..choice.registry import GLUON
@@ -13,7 +16,7 @@ from ..dispatch import device_properties
 from ..launch import launch_kernel
 from ..sizes import cdiv
 from . import conv_sm90
-from .conv_sm90 import choose_tile, descriptor
+from .conv_sm90 import REMEMBERED, choose_tile, descriptor, fields_of
 
 if conv_sm90.GLUON_ERROR is None:
     from .conv_rows_sm90_kernel import LOADED, ROWS, conv_rows_kernel
@@ -46,23 +49,28 @@ def launch(
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
 ) -> None:  # fmt: skip
     """Do what conv_sm90's `launch` does. upsample and interleave: False and 1, as `why_not` accepts them."""
-    _, _, H, W, C = x.shape
-    B, T, _, _, N = out.shape
-    kt = weight.shape[1]
+    shapes = (None if tensor is None else tensor.shape for tensor in (x, front, weight, residual, out))
+    grid, fields, sizes, constants = _arguments(*shapes, x.dtype, device_properties(x.device)[1])
+    tensors = x, front, weight, weight, residual, out
+    launch_kernel(conv_rows_kernel, grid, *map(descriptor, tensors, fields), bias, *sizes, **constants)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _arguments(
+    x: tuple[int, ...], front: tuple[int, ...] | None, weight: tuple[int, ...], residual: tuple[int, ...] | None,
+    out: tuple[int, ...], dtype: torch.dtype, multiprocessors: int,
+) -> tuple[tuple[int], tuple[dict[str, object] | None, ...], tuple[int, ...], dict[str, object]]:  # fmt: skip
+    """Return the grid, the descriptors' fields, and the last arguments, for operands of these shapes."""
+    _, _, H, W, C = x
+    B, T, _, _, N = out
+    kt = weight[1]
     boxes, (columns, tail) = _count_boxes(B, T, H, W), TILE
-    images = (None if frames is None else frames.view(-1, H, W, C) for frames in (x, front))
-    rows = weight.view(N, -1)
-    results = (None if tensor is None else tensor.view(-1, H, 1, W, N) for tensor in (residual, out))
-    launch_kernel(
-        conv_rows_kernel,
-        (min(boxes * cdiv(N, columns + tail), device_properties(x.device)[1]),),
-        *(descriptor(frames, 1, LOADED.value, PIXELS, DEPTH) for frames in images),
-        *(descriptor(rows, part, DEPTH) for part in TILE),
-        *(descriptor(tensor, 1, 1, 1, PIXELS, tail) for tensor in results),
-        *(bias, boxes, T, H, W, N),
-        C=C,
-        KT=kt,
-        TAIL=tail,
-        STAGES=STAGES,
-        num_warps=4,
+    images = (None if frames is None else (frames[0] * frames[1], H, W, C) for frames in (x, front))
+    results = (None if view is None else (B * T, H, 1, W, N) for view in (residual, out))
+    fields = (
+        *(fields_of(image, dtype, (1, LOADED.value, PIXELS, DEPTH)) for image in images),
+        *(fields_of((N, prod(weight[1:])), dtype, (part, DEPTH)) for part in TILE),
+        *(fields_of(view, dtype, (1, 1, 1, PIXELS, tail)) for view in results),
     )
+    grid = (min(boxes * cdiv(N, columns + tail), multiprocessors),)
+    return grid, fields, (boxes, T, H, W, N), {"C": C, "KT": kt, "TAIL": tail, "STAGES": STAGES, "num_warps": 4}

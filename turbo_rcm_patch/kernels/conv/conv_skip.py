@@ -184,9 +184,9 @@ def _launch_portable(x, weight, bias, residual, front, upsample, interleave):
 def _packed(x, weight, bias, residual, front, upsample, interleave):
     """Return an uninitialised out, and x, front, weight, bias and residual, packed."""
     out = x.new_empty(result_shape(x, weight, front, upsample, interleave))
-    if weight.shape[1] == 1:
-        front = None  # it has no frames
-    front, bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, bias, residual))
+    front = None if front is None or weight.shape[1] == 1 else front.contiguous()  # it may have no frames
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
     return out, x.contiguous(), front, pack_weight(weight), bias, residual
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
 from ..dispatch import device_properties, why_not_sm90
 from ..launch import launch_kernel
 from ..sizes import cdiv
+from ..tma import described
 from .conv_tiles import choose_box, choose_columns
 
 try:
@@ -32,6 +34,7 @@ COLUMNS = ((128, 64), (128, 0), (64, 32), (64, 0))  # columns of a tile, and of 
 SHARED_PIXELS, SHARED_COLUMNS = 64, 256  # for tiles of two boxes that share the weight's rows: pixels per box, columns
 MEMORY = 208 << 10  # bytes of shared memory for the steps in flight and the staging buffer
 MOST_STAGES = 8
+REMEMBERED = 1024  # launches by their operands' shapes; a decode has about 30
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -102,20 +105,62 @@ def launch(
 ) -> None:  # fmt: skip
     """Write ``residual + (factor · (x ∗ W) + b)`` to out. All tensors are packed, and `why_not` and `fits_tma` accept
     them. factor: as of conv_portable.py."""
-    N = len(weight)
-    shape = (x.shape[0], out.shape[1] // interleave, *x.shape[2:])
-    # Triton has no instruction of 256 columns for int8.
-    shared = factor is None and shares_rows(x.device, shape, weight.shape, upsample)
-    parts = [(0, N)] if shared or upsample or interleave > 1 else split_columns(N)
-    for first, last in parts:
-        rows = weight[first:last], None if bias is None else bias[first:last]
-        results = (None if tensor is None else tensor[..., first:last] for tensor in (residual, out))
-        of_rows = None if factor is None else factor[first:last]
-        _launch_columns(x, front, *rows, *results, upsample, interleave, shared, of_rows)
+    shapes = (None if tensor is None else tensor.shape for tensor in (x, front, weight, residual, out))
+    of_gpu = device_properties(x.device)[1]
+    sizes = _Sizes(*shapes, x.dtype, out.dtype, upsample, interleave, factor is not None, of_gpu)
+    for part in _parts(sizes):
+        operands = weight, bias, factor, residual, out
+        _launch_part(part, x, front, *(operands if part.columns is None else _columns_of(part.columns, *operands)))
+
+
+def _launch_part(part: _Part, x, front, weight, bias, factor, residual, out) -> None:
+    tensors = x, x, front, front, weight, weight, weight, weight, residual, out
+    descriptors = map(descriptor, tensors, part.fields)
+    launch_kernel(conv_kernel, part.grid, *descriptors, factor, bias, *part.sizes, **part.constants)
+
+
+class _Sizes(NamedTuple):
+    """The shapes of `launch`'s operands, the dtypes of x and out, its options, and the GPU's multiprocessors.
+
+    in_8_bits: True if x and weight are int8, and images have one more pixel on each side.
+    """
+
+    x: tuple[int, ...]
+    front: tuple[int, ...] | None
+    weight: tuple[int, ...]
+    residual: tuple[int, ...] | None
+    out: tuple[int, ...]
+    dtype: torch.dtype
+    result: torch.dtype
+    upsample: bool
+    interleave: int
+    in_8_bits: bool
+    multiprocessors: int
+
+
+class _Part(NamedTuple):
+    """One launch for operands of some sizes, without the operands themselves.
+
+    columns: the columns of the result that it computes. None: all. fields: for each of the kernel's descriptors those
+    besides the tensor, or None. sizes, constants: the kernel's last arguments.
+    """
+
+    columns: slice | None
+    grid: tuple[int]
+    fields: tuple[dict[str, object] | None, ...]
+    sizes: tuple[int, ...]
+    constants: dict[str, object]
+
+
+def _columns_of(columns: slice, weight, bias, factor, residual, out):
+    """Return these tensors of `launch` for some columns of the result."""
+    of_rows = (None if tensor is None else tensor[columns] for tensor in (weight, bias, factor))
+    results = (None if tensor is None else tensor[..., columns] for tensor in (residual, out))
+    return *of_rows, *results
 
 
 def shares_rows(
-    device: torch.device, shape: tuple[int, ...], weight_shape: tuple[int, ...], upsample: bool
+    multiprocessors: int, shape: tuple[int, ...], weight_shape: tuple[int, ...], upsample: bool
 ) -> bool:  # fmt: skip
     """True if a tile has two boxes of pixels that are multiplied at the same time.
 
@@ -126,7 +171,7 @@ def shares_rows(
     if kh == 1 or N % SHARED_COLUMNS or C % 64:
         return False
     tiles = cdiv(count_boxes(B * T, H, W, upsample, SHARED_PIXELS), 2) * (N // SHARED_COLUMNS)
-    return tiles >= device_properties(device)[1]
+    return tiles >= multiprocessors
 
 
 def split_columns(N: int) -> list[tuple[int, int]]:
@@ -141,62 +186,88 @@ def split_columns(N: int) -> list[tuple[int, int]]:
     return [(0, N)] if whole <= 0 or whole == N else [(0, whole), (whole, N)]
 
 
-def _launch_columns(
-    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, shared: bool,
-    factor: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Do what `launch` does, for a residual and out that may be some columns of packed ones. shared: from
-    `shares_rows`."""
-    B, _, *edges, C = x.shape
-    H, W = edges if factor is None else (edge - 2 for edge in edges)
-    N, kt, kh, _, _ = weight.shape
+@functools.lru_cache(maxsize=REMEMBERED)
+def _parts(sizes: _Sizes) -> tuple[_Part, ...]:
+    """Return the launches for operands of these sizes. A video is decoded in many chunks of the same sizes."""
+    N, shape = sizes.weight[0], (sizes.x[0], sizes.out[1] // sizes.interleave, *sizes.x[2:])
+    # Triton has no instruction of 256 columns for int8.
+    shared = not sizes.in_8_bits and shares_rows(sizes.multiprocessors, shape, sizes.weight, sizes.upsample)
+    is_whole = shared or sizes.upsample or sizes.interleave > 1
+    return tuple(_part(sizes, *columns, shared) for columns in ([(0, N)] if is_whole else split_columns(N)))
+
+
+def _part(sizes: _Sizes, first: int, last: int, shared: bool) -> _Part:
+    """Return the launch for the columns from `first` to `last`. shared: from `shares_rows`."""
+    x, front, weight, residual, out, dtype, result, upsample, interleave, in_8_bits, multiprocessors = sizes
+    B, _, *edges, C = x
+    H, W = (edge - 2 for edge in edges) if in_8_bits else edges
+    _, kt, kh, _, _ = weight
     if kh == 1:
         H, W = edges = 1, H * W  # no pixel reads another
-    T, scale, channels = out.shape[1] // interleave, 2 if upsample else 1, N // interleave
+    N, T, scale = last - first, out[1] // interleave, 2 if upsample else 1
     pixels, (columns, tail) = PIXELS, choose_tile(N, upsample, interleave)
     if shared:
         pixels, (columns, tail) = SHARED_PIXELS, (SHARED_COLUMNS, 0)
     box, of_tile = choose_box(H, W, pixels), 2 if shared else 1
-    depth, rest = choose_depths(C, x.element_size() == 1)
+    depth, rest = choose_depths(C, in_8_bits)
     boxes = cdiv(count_boxes(B * T, H, W, upsample, pixels), of_tile)
-    tiles = boxes * cdiv(N, columns + tail)
-    images = [None if frames is None else frames.view(-1, *edges, C) for frames in (x, front)]
-    rows = weight.view(N, kt * kh * kh * C)
-    step_bytes = (PIXELS + columns + tail) * (depth + rest) * x.element_size()
-    staging_bytes = PIXELS * (columns + tail) * out.element_size()
-    chunk = min(64, tail or columns)
-    repeats = (1, 1, 1) if residual is None else tuple(map(cdiv, out.shape[1:4], residual.shape[1:4]))
-    if residual is not None:
-        residual = residual.view(-1, H, scale // repeats[1], W, scale // repeats[2] * channels)
-    results = residual, out.view(-1, H, scale, W, scale * channels)
-    launch_kernel(
-        conv_kernel,
-        (min(tiles, device_properties(x.device)[1]),),
-        *(descriptor(frames, 1, *box, size) for frames, size in product(images, (depth, rest))),
-        *(descriptor(rows, columns, size) for size in (depth, rest)),
-        *(descriptor(rows, tail, tail and size) for size in (depth, rest)),
-        *(descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
-        *(factor, bias),
-        *(boxes, T, H, W, N),
-        C=C,
-        KT=kt,
-        KH=kh,
-        UPSAMPLE=upsample,
-        INTERLEAVE=interleave,
-        REPEATS=repeats,
-        TAIL=tail,
-        STAGES=min(MOST_STAGES, (MEMORY - staging_bytes) // step_bytes),
-        BOXES=of_tile,
-        num_warps=4,
+    step_bytes = (PIXELS + columns + tail) * (depth + rest) * dtype.itemsize
+    staging_bytes = PIXELS * (columns + tail) * result.itemsize
+    repeats = (1, 1, 1) if residual is None else tuple(map(cdiv, out[1:4], residual[1:4]))
+    images = [None if frames is None else (frames[0] * frames[1], *edges, C) for frames in (x, front)]
+    rows, chunk = (N, kt * kh * kh * C), min(64, tail or columns)
+    channels = N // interleave
+    old = residual and (residual[0] * residual[1], H, scale // repeats[1], W, scale // repeats[2] * channels)
+    new = out[0] * out[1], H, scale, W, scale * channels
+    is_whole = weight[0] == N
+    # A line of a view is as long as its columns, but in memory as long as a pixel's channels if these are only a part.
+    width = None if is_whole else out[4]
+    return _Part(
+        columns=None if is_whole else slice(first, last),
+        grid=(min(boxes * cdiv(N, columns + tail), multiprocessors),),
+        fields=(
+            *(fields_of(image, dtype, (1, *box, size)) for image, size in product(images, (depth, rest))),
+            *(fields_of(rows, dtype, (columns, size)) for size in (depth, rest)),
+            *(fields_of(rows, dtype, (tail, tail and size)) for size in (depth, rest)),
+            *(fields_of(view, result, (1, box[0], 1, box[1], chunk), width) for view in (old, new)),
+        ),
+        sizes=(boxes, T, H, W, N),
+        constants={
+            "C": C,
+            "KT": kt,
+            "KH": kh,
+            "UPSAMPLE": upsample,
+            "INTERLEAVE": interleave,
+            "REPEATS": repeats,
+            "TAIL": tail,
+            "STAGES": min(MOST_STAGES, (MEMORY - staging_bytes) // step_bytes),
+            "BOXES": of_tile,
+            "num_warps": 4,
+        },
     )
 
 
-def descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | None:
-    """Return a TMA descriptor, or None without a tensor or columns."""
-    if tensor is None or not box[-1]:
+def fields_of(
+    shape: tuple[int, ...] | None, dtype: torch.dtype, box: tuple[int, ...], width: int | None = None
+) -> dict[str, object] | None:
+    """Return the fields of a descriptor besides the tensor, or None without a shape or columns of the box.
+
+    shape: as the kernel sees the tensor, which is packed. width: from one line to the next, if a line is only a part of
+    what is packed.
+    """
+    if shape is None or not box[-1]:
         return None
-    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1], tensor.element_size()))
+    strides = [1]
+    for size in (width or shape[-1], *shape[-2:0:-1]):
+        strides.insert(0, strides[0] * size)
+    layout = _layout(len(box), box[-1], dtype.itemsize)
+    return {"shape": shape, "strides": tuple(strides), "block_shape": list(box), "layout": layout}
+
+
+def descriptor(tensor: torch.Tensor, fields: dict[str, object] | None) -> TensorDescriptor | None:
+    """Return a TMA descriptor with these fields. `fits_tma` has checked the tensor's address, and `why_not` its
+    channels."""
+    return None if fields is None else described(TensorDescriptor, tensor, fields)
 
 
 @functools.cache

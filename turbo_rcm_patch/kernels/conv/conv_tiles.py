@@ -3,6 +3,7 @@ are channels of the result."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,7 @@ _ALONE, _OF_TWO = 200 << 10, 100 << 10
 _MOST_STAGES = 6
 
 
+@functools.cache
 def choose_conv_tiles(
     capability: tuple[int, int], dtype: torch.dtype, descriptors: bool, H: int, W: int, C: int, N: int
 ) -> ConvTiles:

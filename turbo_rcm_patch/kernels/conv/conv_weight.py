@@ -18,10 +18,10 @@ CHANNELS = 128  # per program
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight [N, kt, kh, kw, C], contiguous. The weight must be on a device that Triton can run on."""
+    if weight.is_contiguous():
+        return weight
     as_in_module = weight.permute(0, 4, 1, 2, 3)
-    if weight.is_contiguous() or not as_in_module.is_contiguous():
-        return weight.contiguous()
-    return _pack_weight(as_in_module)
+    return _pack_weight(as_in_module) if as_in_module.is_contiguous() else weight.contiguous()
 
 
 @kernel_op("pack_weight")

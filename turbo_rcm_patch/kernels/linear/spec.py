@@ -9,7 +9,7 @@ import torch
 
 from ...config import LINEAR_KERNELS
 from ..choice import registry
-from ..choice.measured import why_torch
+from ..choice.measured import why_torch, why_torch_at
 from ..choice.registry import Spec, why_not_ours, why_not_reference
 from ..coefficient import ONE, PER_RUN
 from ..dispatch import is_sm90
@@ -91,8 +91,15 @@ def why_not_fused(spec: LinearSpec) -> str | None:
     """Return the reason why no GEMM of ours runs for a spec, or None if one can."""
     reason = why_not_allowed(spec)
     if reason is None and _is_measured(spec):
-        return why_torch(spec.op, spec.device, spec.dtype)
+        return why_torch(spec.op, spec.device, spec.dtype) or _why_torch_here(spec)
     return reason
+
+
+def _why_torch_here(spec: LinearSpec) -> str | None:
+    """Return the reason why PyTorch's linear runs at this size on this GPU alone, or None. It has no second product."""
+    if spec.eight_bits or spec.low is not None or torch.compiler.is_compiling():
+        return None
+    return why_torch_at(spec.op, (spec.rows, spec.N, spec.K), spec.device, spec.dtype)
 
 
 def _is_measured(spec: LinearSpec) -> bool:

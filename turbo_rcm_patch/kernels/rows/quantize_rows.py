@@ -26,18 +26,24 @@ ROUNDING = tl.constexpr(1.5 * 2**23)  # added to a number below 2**22, leaves th
 
 
 def quantize_rows(
-    x: torch.Tensor, format: torch.dtype, with_norm: bool = False, implementation: str = "auto"
+    x: torch.Tensor,
+    format: torch.dtype,
+    with_norm: bool = False,
+    implementation: str = "auto",
+    *,
+    in_parts: bool = False,
 ) -> Quantized:
     """Return x [..., K] as a Quantized in a format, INT8 or FP8. A row's scale maps its largest magnitude to the
     format's.
 
     with_norm: True to also return the L2 norm of each row.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
+    in_parts: True for x [..., P, K/P], whose rows consist of P parts. The parts of a row may lie anywhere.
     Raises ValueError for another format.
     """
     check_format("quantize_rows", format)
     launch = QUANTIZE_ROWS.pick(spec_of(implementation, x, result=format)).launch
-    values, scale, norm = launch(x, format, with_norm)
+    values, scale, norm = launch(x, format, with_norm, in_parts)
     return Quantized(values, scale, norm if with_norm else None)
 
 
@@ -46,49 +52,77 @@ def new_quantized(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return uninitialised, contiguous values, scale and norm for x [..., K]. Without with_norm the norm has no
     elements."""
-    values = torch.empty_like(x, dtype=format, memory_format=torch.contiguous_format)
-    scale, norm = (
-        x.new_empty(shape, dtype=torch.float32) for shape in (x.shape[:-1], x.shape[:-1] if with_norm else 0)
-    )
+    return _new_quantized(x, x.shape, format, with_norm)
+
+
+def _new_quantized(x, shape, format, with_norm):
+    values = x.new_empty(shape, dtype=format)
+    scale, norm = (x.new_empty(size, dtype=torch.float32) for size in (shape[:-1], shape[:-1] if with_norm else 0))
     return values, scale, norm
+
+
+def _shape_of_rows(x: torch.Tensor, in_parts: bool) -> torch.Size | tuple[int, ...]:
+    return (*x.shape[:-2], x.shape[-2] * x.shape[-1]) if in_parts else x.shape
 
 
 @kernel_op("quantize_rows")
 def _quantize_rows(
-    x: torch.Tensor, format: torch.dtype, with_norm: bool
+    x: torch.Tensor, format: torch.dtype, with_norm: bool, in_parts: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values, scale, norm = new_quantized(x, format, with_norm)
+    values, scale, norm = _new_quantized(x, _shape_of_rows(x, in_parts), format, with_norm)
     if values.numel() == 0:
         scale.fill_(_TINY), norm.zero_()
         return values, scale, norm
-    matrix = x.reshape(-1, x.shape[-1])
-    if matrix.stride(1) != 1:
-        matrix = matrix.contiguous()
-    (rows, K), block = matrix.shape, next_power_of_2(x.shape[-1])
+    parts = x.reshape(-1, *x.shape[-2:]) if in_parts else x.reshape(-1, 1, x.shape[-1])
+    if parts.stride(2) != 1:
+        parts = parts.contiguous()
+    (rows, count, width), K = parts.shape, values.shape[-1]
+    block = next_power_of_2(K)
     tile = row_tile(block, block * x.element_size())
     grid = row_grid(x.device, tile["ROWS"], rows, 1)
-    arguments = (matrix, values, scale, norm if with_norm else None, rows, K, matrix.stride(0))
+    stride, part_stride, _ = parts.stride()
+    tile["PART"] = 0 if count == 1 or part_stride == width else width
+    arguments = (parts, values, scale, norm if with_norm else None, rows, K, stride, part_stride)
     launch_kernel(_quantize_rows_kernel, grid, *arguments, BLOCK=block, **tile)
     return values, scale, norm
 
 
 @_quantize_rows.register_fake
-def _(x, format, with_norm):
-    return new_quantized(x, format, with_norm)
+def _(x, format, with_norm, in_parts=False):
+    return _new_quantized(x, _shape_of_rows(x, in_parts), format, with_norm)
 
 
-QUANTIZE_ROWS = triton_or_reference("quantize_rows", _quantize_rows, quantize_reference)
+def _reference(x, format, with_norm, in_parts=False):
+    return quantize_reference(x.flatten(-2) if in_parts else x, format, with_norm)
+
+
+QUANTIZE_ROWS = triton_or_reference("quantize_rows", _quantize_rows, _reference)
 
 
 @triton.jit
 def _quantize_rows_kernel(
-    x, values, scale, norm, rows, K, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+    x,
+    values,
+    scale,
+    norm,
+    rows,
+    K,
+    stride,
+    part_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PART: tl.constexpr,
 ):
+    """PART: the columns of a part of a row, or 0 if a row's columns lie side by side."""
     columns = tl.arange(0, BLOCK)
+    places = columns
+    if PART > 0:
+        places = (columns // PART).to(tl.int64) * part_stride + columns % PART
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         chosen = first + tl.arange(0, ROWS)
         mask = (chosen < rows)[:, None] & (columns < K)[None, :]
-        tile = tl.load(x + chosen.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+        tile = tl.load(x + chosen.to(tl.int64)[:, None] * stride + places[None, :], mask=mask, other=0.0)
         store_quantized(tile.to(tl.float32), chosen, columns, mask, values, scale, norm, rows, K)
 
 

@@ -6,6 +6,10 @@ Sennrich 2019, eq. 4, as F.normalize; SiLU: Elfwing et al. 2018, eq. 5. No gradi
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import triton
 import triton.language as tl
@@ -41,20 +45,30 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
     out = x.new_empty(x.shape)
     if x.numel() == 0:
         return out
-    rows = rows_of(x)
-    B, S, C = rows.shape
-    block = next_power_of_2(C)
-    tile = row_tile(block, block * x.element_size())
-    grid, strides = row_grid(x.device, tile["ROWS"], S, B, PROGRAMS), (rows.stride(0), rows.stride(1))
+    rows, S, *strides = rows_of(x)
+    B, C = x.shape[0], x.shape[-1]
+    tile = tile_of(C, x.dtype)
+    grid = row_grid(x.device, tile["ROWS"], S, B, PROGRAMS)
     operands = (rows, weight.contiguous(), out, S, C, *strides, C**0.5)
-    launch_kernel(_rms_norm_silu_kernel, grid, *operands, SILU=silu, BLOCK=block, **tile)
+    launch_kernel(_rms_norm_silu_kernel, grid, *operands, SILU=silu, **tile)
     return out
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """Return x [B, T, ..., C] as rows [B, S, C] with adjacent channels."""
+def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """Return x [B, T, ..., C] with adjacent channels, the rows of a sample, and the strides of samples and rows."""
+    if x.is_contiguous():
+        size, C = x.numel() // x.shape[0], x.shape[-1]
+        return x, size // C, size, C
     rows = x.flatten(1, -2)  # a copy if the rows are not evenly spaced
-    return rows if rows.stride(2) == 1 else rows.contiguous()
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    return rows, rows.shape[1], rows.stride(0), rows.stride(1)
+
+
+@functools.cache
+def tile_of(C: int, dtype: torch.dtype) -> Mapping[str, int]:
+    """Return BLOCK, and what `row_tile` returns, for rows of C channels."""
+    block = next_power_of_2(C)
+    return MappingProxyType({"BLOCK": block, **row_tile(block, block * dtype.itemsize)})
 
 
 @_rms_norm_silu.register_fake

@@ -21,29 +21,28 @@ from .. import range_8bit
 from ..choice.registry import triton_or_reference
 from ..dispatch import kernel_op
 from ..launch import launch_kernel
-from ..sizes import next_power_of_2
 from .quantize_rows import ROUNDING
-from .rms_norm_silu import PROGRAMS, normalize, rows_of, silu
-from .row_tiles import row_grid, row_tile
+from .rms_norm_silu import PROGRAMS, normalize, rows_of, silu, tile_of
+from .row_tiles import row_grid
 
 ELEMENTS = tl.constexpr(4096)  # that a program rounds anew at a time
 CHANNELS = tl.constexpr(128)  # of the convolution's result that a program prepares at a time
 NEGATED = tl.constexpr(-(1 << 31))  # the bit that changes a float's sign
 
 
-@kernel_op("measure_norm_silu")
-def _measure(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    bounds = before.clone()
-    rows, tile, grid, operands = _operands(x, weight, divisor)
-    S, C = rows.shape[1:]
-    arguments = (*operands, bounds.view(torch.int32), S, C, rows.stride(0), rows.stride(1), C**0.5)
-    launch_kernel(_measure_kernel, grid(S), *arguments, **tile)
-    return bounds
+@kernel_op("measure_norm_silu", mutates_args=("bounds",))
+def _measure(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor, bounds: torch.Tensor) -> None:
+    rows, S, *strides = rows_of(x)
+    B, C = x.shape[0], x.shape[-1]
+    tile = tile_of(C, x.dtype)
+    grid = row_grid(x.device, tile["ROWS"], S, B, PROGRAMS)
+    operands = rows, weight.contiguous(), divisor, bounds.view(torch.int32)
+    launch_kernel(_measure_kernel, grid, *operands, S, C, *strides, C**0.5, **tile)
 
 
 @_measure.register_fake
-def _(x, weight, divisor, before):
-    return torch.empty_like(before)
+def _(x, weight, divisor, bounds):
+    return None
 
 
 @kernel_op("quantize_norm_silu", mutates_args=("front",))
@@ -53,14 +52,16 @@ def _quantize(
     scale: torch.Tensor, total: torch.Tensor, bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     B, T, H, W, C = x.shape
-    out = x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8)
-    combined = scale.new_empty(2, len(scale))
-    rows, tile, grid, operands = _operands(x, weight, divisor)
-    S = T * (H + 2) * (W + 2)
-    arguments = (*operands, bounds, out, S, C, H, W, rows.stride(0), rows.stride(1), C**0.5)
+    out = x.new_empty((B, T, H + 2, W + 2, C), dtype=torch.int8)
+    N = scale.shape[0]
+    combined = scale.new_empty((2, N))
+    rows, _, *strides = rows_of(x)
+    tile, S = tile_of(C, x.dtype), T * (H + 2) * (W + 2)
+    grid = row_grid(x.device, tile["ROWS"], S, B, PROGRAMS)
+    operands = rows, weight.contiguous(), divisor, bounds, out, S, C, H, W, *strides, C**0.5
     moved = before, front, 0 if front is None else front.numel()
-    of_result = scale, total, bias.contiguous(), combined, len(scale)
-    launch_kernel(_quantize_kernel, grid(S), *arguments, *moved, *of_result, **tile)
+    of_result = scale, total, bias.contiguous(), combined, N
+    launch_kernel(_quantize_kernel, grid, *operands, *moved, *of_result, **tile)
     return out, combined
 
 
@@ -70,20 +71,7 @@ def _(x, weight, divisor, before, bounds, front, scale, total, bias):
     return x.new_empty(B, T, H + 2, W + 2, C, dtype=torch.int8), scale.new_empty(2, len(scale))
 
 
-def _operands(x: torch.Tensor, weight: torch.Tensor, divisor: torch.Tensor):
-    """Return x as rows [B, S, C], constants of the launch, its grid by the number of rows, and the operands."""
-    rows = rows_of(x)
-    block = next_power_of_2(x.shape[-1])
-    tile = row_tile(block, block * x.element_size())
-    return (
-        rows,
-        {"BLOCK": block, **tile},
-        lambda count: row_grid(x.device, tile["ROWS"], count, len(x), PROGRAMS),
-        (rows, weight.contiguous(), divisor),
-    )
-
-
-# (x [B, T, H, W, C], weight [C], divisor [C] fp32, before [2] fp32) -> the range [2] that holds v and the one before.
+# (x [B, T, H, W, C], weight [C], divisor [C] fp32, range [2] fp32), which is widened in place so that it also holds v.
 MEASURE_NORM_SILU = triton_or_reference("measure_norm_silu", _measure, range_8bit.measure_norm_silu)
 # (x, weight, divisor, range of the frames before, range that holds it and x's, frames before [B, 2, H + 2, W + 2, C] or
 # None, scale and total of a Weight8bit, bias [N]) -> q [B, T, H + 2, W + 2, C] int8, contiguous, and the two rows of

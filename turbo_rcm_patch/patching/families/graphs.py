@@ -67,17 +67,17 @@ class TransformerGraphs:
             self._graphs.eager[reason] += 1
         return reason is None
 
-    def run(self, inputs: Inputs, options: Hashable = ()) -> Output:
+    def run(self, inputs: Inputs, options: Hashable = (), reason: str | None = None) -> Output:
         """Return the transformer's result: computed when inputs of these shapes first come, replayed later.
 
         Under context parallelism every GPU calls this, even if it can only run eagerly: they tell each other.
 
-        options: the arguments of the call that are no tensors.
+        options: the arguments of the call that are no tensors. reason: why this call must run eagerly, or None.
         """
-        agree, reason, device = alone, None, inputs[0].device
+        agree, device = alone, inputs[0].device
         if self._is_parallel:
             agree = partial(least_of_all, self._transformer._parallel_config, device)
-            reason = self._why_not_here(device)
+            reason = self._why_not_here(device) or reason
             if reason is None:
                 prepare_graphs(self._graphs)
         if reason is None:

@@ -25,7 +25,8 @@ def attention(
 
     Step: (q, k, v) -> [B, S, H, D]. added: True for a step (q, k, v, to) -> to + the attention's result.
     crossing: True for cross-attention, which context parallelism does not change.
-    result: the format that the next step takes. For e4m3 our kernel for cross-attention gives a Quantized [B, S, C].
+    result: the format that the next step takes, or None. For e4m3 our kernel for cross-attention gives a Quantized
+    [B, S, C], and after an exchange between GPUs self-attention gives one in any format.
     """
     reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
     if reason is not None:
@@ -42,8 +43,9 @@ def attention(
         add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
         return Step(partial(_attention_then_add, attend, add.run), f"{kernel}, {add.kernel} sum", reason)
     if attn.processor._parallel_config is not None and not crossing:
-        between = partial(_attention_between_all_to_alls, attn.processor, attend)
-        return Step(between, f"{kernel} between all-to-alls", reason)
+        gather = in_8_bits.tokens_after_exchange(result, call)
+        between = partial(ulysses_attention, attn.processor._parallel_config, attend, gather=gather)
+        return Step(between, f"{kernel} between all-to-alls", reason, gives=result)
     return Step(attend, kernel, reason)
 
 
@@ -115,10 +117,6 @@ def _attention_to_e4m3(launch, q, k, v):
     else:
         attended = kernels.quantize_rows(reference.attention(q, k, v, None, None, None, scale).flatten(2), FP8)
     return Quantized(attended.values.view(batch, -1, attended.values.shape[2]), attended.scale.reshape(batch, -1))
-
-
-def _attention_between_all_to_alls(processor, attend, q, k, v):
-    return ulysses_attention(processor._parallel_config, attend, q, k, v)
 
 
 def _attention_then_add(attend, add, q, k, v, to):

@@ -17,7 +17,7 @@ from ...config import BlockSparse, PatchConfig
 from ...kernels import FP8
 from ...kernels.choice.registry import why_not_ours
 from .context_parallel import ulysses_attention
-from .in_8_bits import formats_label
+from .in_8_bits import formats_label, tokens_after_exchange
 from .plan import Call, Step, Stream
 from .sparse_linear import SelfAttentions, has_projection
 
@@ -93,7 +93,8 @@ def attention(attn: nn.Module, call: Call, *, quantized: bool, result: torch.dty
     """Return block-sparse attention: (q, k, v [B, S, H, D]), or one QuantizedQKV if quantized, -> [B, S, H, D].
 
     On several GPUs q, k and v are this GPU's tokens, but a QuantizedQKV has the tokens of all.
-    result: the format that the next step takes. For e4m3 and if quantized, the step gives a Quantized [B, S, C].
+    result: the format that the next step takes, or None. The step gives a Quantized [B, S, C] for e4m3 if quantized,
+    and for any format if it exchanges tokens.
     """
     gives = FP8 if quantized and result == FP8 else None
     op, fields = _op_and_fields(attn, call, quantized, gives)
@@ -105,7 +106,9 @@ def attention(attn: nn.Module, call: Call, *, quantized: bool, result: torch.dty
     kernel = formats_label(pick, fields["v_format"]) if quantized else pick.label
     kernel = f"{kernel}, block-sparse with mass {call.config.mass:g}"
     if attn.processor._parallel_config is not None and not quantized:
-        run, kernel = partial(ulysses_attention, attn.processor._parallel_config, run), f"{kernel} between all-to-alls"
+        gather, gives = tokens_after_exchange(result, call), result
+        run = partial(ulysses_attention, attn.processor._parallel_config, run, gather=gather)
+        kernel = f"{kernel} between all-to-alls"
     return Step(run, kernel, pick.reason, gives=gives)
 
 

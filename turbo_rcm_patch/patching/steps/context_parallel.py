@@ -18,6 +18,7 @@ from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextP
 from diffusers.models._modeling_parallel import ParallelConfig
 from torch import nn
 
+from ...kernels import Quantized
 from ...kernels.launch import recording
 from ..cuda_graphs import Graphs
 
@@ -25,7 +26,9 @@ if dist.is_available():
     # torch.compile can trace these collectives.
     import torch.distributed._functional_collectives as funcol
 
+Activation = torch.Tensor | Quantized
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+OwnTokens = Callable[[torch.Tensor, int], Activation]  # (all that a rank received, the number of ranks)
 
 
 def why_not_between_all_to_alls(parallel_config: ParallelConfig, heads: int, *, differentiated: bool) -> str | None:
@@ -133,12 +136,18 @@ def only_shares_tokens(module: nn.Module) -> bool:
 
 
 def ulysses_attention(
-    parallel_config: ParallelConfig, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
+    parallel_config: ParallelConfig,
+    attend: Attend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gather: OwnTokens | None = None,
+) -> Activation:
     """Attend over the tokens of all ranks. q, k, v, and the result: this rank's [B, S/W, H, D].
 
-    attend: (q, k, v), each [B, S, H/W, D] with any strides, -> [B, S, H/W, D]. Every rank must call this, and only if
-    why_not_between_all_to_alls returns None. There are no gradients.
+    attend: (q, k, v), each [B, S, H/W, D] with any strides, -> [B, S, H/W, D]. gather: makes the result of what arrives
+    in the end, in place of `own_tokens`. Every rank must call this, and only if why_not_between_all_to_alls returns
+    None. There are no gradients.
     """
     config = parallel_config.context_parallel_config
     ranks, group = config.ulysses_degree, config._ulysses_mesh.get_group()
@@ -146,7 +155,7 @@ def ulysses_attention(
         q, k, v = _tokens_of_all((q, k, v), ranks, group)
     else:
         (q,), (k, v) = _tokens_of_all((q,), ranks, group), _tokens_of_all((k, v), ranks, group)
-    return own_tokens(exchanged(attend(q, k, v).transpose(0, 1).contiguous(), group), ranks)
+    return (gather or own_tokens)(exchanged(attend(q, k, v).transpose(0, 1).contiguous(), group), ranks)
 
 
 def _tokens_of_all(parts: Sequence[torch.Tensor], ranks: int, group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
@@ -171,6 +180,20 @@ def own_tokens(received: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return a rank's tokens of all heads, [B, S/W, H, D], from those of each rank's heads, [W·S/W, B, H/W, D]."""
     heads = _words(received).unflatten(0, (ranks, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
     return heads.view(received.dtype)
+
+
+def own_tokens_in_8_bits(quantize: Callable, format: torch.dtype, received: torch.Tensor, ranks: int) -> Quantized:
+    """Return a rank's tokens as a Quantized [B, S/W, C]. Those of a single sample are not copied first.
+
+    quantize: the launch of a kernel of QUANTIZE_ROWS. received: as `own_tokens` takes it.
+    """
+    batch = received.shape[1]
+    if batch == 1:
+        parts = received.unflatten(0, (ranks, -1)).flatten(2).transpose(0, 1)
+    else:
+        parts = own_tokens(received, ranks).flatten(0, 1)
+    values, scale, _ = quantize(parts, format, False, True)
+    return Quantized(values.unflatten(0, (batch, -1)), scale.unflatten(0, (batch, -1)))
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:

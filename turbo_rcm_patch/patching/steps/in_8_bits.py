@@ -31,6 +31,7 @@ from ...kernels.rows.quantize_rows import QUANTIZE_ROWS
 from ..lora.inside_projections import Linears
 from ..weights.brought import between_hooks
 from ..weights.quantize_linears import DTYPES, bias_bound, why_not_read
+from .context_parallel import OwnTokens, own_tokens, own_tokens_in_8_bits
 from .plan import MODULE, Call, Step, Stream
 
 if TYPE_CHECKING:
@@ -245,6 +246,13 @@ def _why_not_call(call: Call) -> str | None:
     if call.derivative is not None:
         return "autograd"
     return None if call.dtype in DTYPES else f"{str(call.dtype).removeprefix('torch.')} tensors"
+
+
+def tokens_after_exchange(format: torch.dtype | None, call: Call) -> OwnTokens:
+    """Return the function that makes a GPU's tokens of what arrives: in an 8-bit format, or in their dtype for None."""
+    if format is None:
+        return own_tokens
+    return partial(own_tokens_in_8_bits, call.pick(QUANTIZE_ROWS, result=format).launch, format)
 
 
 def why_not_attention(attn: nn.Module, call: Call) -> str | None:

@@ -211,13 +211,15 @@ class Shared:
         saturation: notes if a residual was too large for its dtype and was clamped.
         has_warned: the user was already warned about saturation.
         runs: the runs of tokens with equal timesteps that were found last, or None. A forward may have none of its own.
+        timestep_runs: the runs of equal timesteps that were found ahead of the forward under way, or None.
         steps: tells the pipeline's present step. None for a model that was patched alone.
         products: the prepared products of LoRA layers.
         from_file: a line for the summary on weights from an 8-bit file, or None.
     """
 
     def __init__(self, config: PatchConfig, steps: Steps | None = None):
-        self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
+        self.config, self.steps, self.compiles_ahead, self.has_warned = config, steps, True, False
+        self.runs = self.timestep_runs = None
         self.products, self.saturation = Products(), kernels.Saturation()
         self.from_file: str | None = None
 
@@ -230,7 +232,7 @@ class Shared:
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the runs out of copies and pickles, because they belong to one forward."""
-        return {**self.__dict__, "runs": None}
+        return {**self.__dict__, "runs": None, "timestep_runs": None}
 
 
 class BlockState(NamedTuple):

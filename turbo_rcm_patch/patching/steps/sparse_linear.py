@@ -23,8 +23,14 @@ from ...kernels import FP8
 from ...kernels.sparse_linear.sparse_linear_reference import linear_attention
 from ...plain import is_autocast, why_not_plain
 from ..journal import Journal
-from .context_parallel import check_heads, ulysses_attention, why_not_between_all_to_alls
-from .in_8_bits import formats_label
+from .context_parallel import (
+    Activation,
+    OwnTokens,
+    check_heads,
+    ulysses_attention,
+    why_not_between_all_to_alls,
+)
+from .in_8_bits import formats_label, tokens_after_exchange
 from .plan import Call, Step, Stream
 
 BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of keys
@@ -238,8 +244,8 @@ def is_sparse(attn: nn.Module) -> bool:
 def attention(attn: nn.Module, stream: Stream, call: Call, result: torch.dtype | None) -> Step:
     """Return sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D].
 
-    result: the format that the next step takes. For e4m3, attention in 8 bits gives a Quantized [B, S, C] if nothing
-    comes between.
+    result: the format that the next step takes, or None. For e4m3, attention in 8 bits gives a Quantized [B, S, C] if
+    nothing comes between. After an exchange between GPUs the step gives one in any format.
     """
     quantized = call.config.in_8_bits("attention") and call.derivative is None and call.exactly is None
     block_q, block_k = block_sizes(attn.processor, call.device)
@@ -252,6 +258,8 @@ def attention(attn: nn.Module, stream: Stream, call: Call, result: torch.dtype |
     if reason is not None:
         return Step(run, "no kernel", reason)
     label = formats_label(pick, v_format) if quantized else pick.label
+    if attn.processor._parallel_config is not None:
+        run, gives = partial(run, gather=tokens_after_exchange(result, call)), result
     return Step(run, f"{label}, {_share(attn, stream, block_k)}", pick.reason, gives=gives)
 
 
@@ -293,10 +301,18 @@ def block_sizes(processor: SparseAttnProcessor, device: torch.device) -> BlockSi
     return processor.blocks or kernels.sparse_block_sizes(device, quantized=processor.quantized)
 
 
-def attend(attn: nn.Module, run: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(
+    attn: nn.Module,
+    run: Callable,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gather: OwnTokens | None = None,
+) -> Activation:
     """Run sparse-linear attention on q, k, v [B, S, H, D], with the module's present processor and proj_l.
 
-    run: (q, k, v, weight, bias, topk= or block_map=) -> [B, S, H, D], or a Quantized [B, S, C].
+    run: (q, k, v, weight, bias, topk= or block_map=) -> [B, S, H, D], or a Quantized [B, S, C]. gather: as
+    `ulysses_attention` takes it.
     """
     parallel_config = attn.processor._parallel_config
     run = partial(_attend_whole, attn, run)
@@ -307,7 +323,7 @@ def attend(attn: nn.Module, run: Callable, q: torch.Tensor, k: torch.Tensor, v: 
     reason = _why_refused(attn, differentiated=differentiated)
     if reason is not None:
         raise ValueError(f"sparse-linear attention does not run under {reason}; take Ulysses, without gradients.")
-    return ulysses_attention(parallel_config, run, q, k, v)
+    return ulysses_attention(parallel_config, run, q, k, v, gather)
 
 
 def _attend_whole(attn, run, q, k, v):

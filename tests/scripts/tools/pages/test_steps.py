@@ -1,10 +1,12 @@
+import copy
 from pathlib import Path
 
 import pytest
 
+from scripts.benchmarks.end_to_end import IN_8_BITS, TINY_VAE
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
 from scripts.tools import write_pages
-from scripts.tools.pages import charts, steps
+from scripts.tools.pages import charts, readme, steps
 from tests.scripts.tools.pages.results import step_run
 from turbo_rcm_patch.bench.variants import COMPILED_AFTER_A_CHANGE
 
@@ -39,6 +41,7 @@ def test_steps_are_compared_with_eager_and_with_compile():
 def _video_run(patched, error, memory=2**31):
     def variant(name, decode, error):
         stages = {"steps": [0.2, 0.2], "vae_decode": decode, "output": 0.05, "total": decode + 0.5}
+        stages["text_encoding"] = 0.0123
         peak = memory if name == "patched" else 2**31
         return {"name": name, "timings": {**stages, "peak_memory": peak}, "latents": None, "decode_error": error}
 
@@ -54,14 +57,16 @@ def test_whole_videos_are_a_table_of_their_own():
     assert charts.real_models(runs) == {}
     measured = write_pages._measured(Path("gpu.json"), runs, [])
     asked = "–× / 1.75× / decode 0.5 s / output 0.1 s / total 2.2 s"
+    shown = "0.40 | 0.50 | 0.05 |  | 1.00 | 1.50× | 3.60× | 2.00×"
+    assert f"|  | patched (exact) |  | {shown} |  | {asked} | 2.00 | 1.0e-02 |" in measured
     assert (
-        f"|  | patched (exact) | 0.40 | 0.50 | 0.05 | 1.00 | 3.60× | 2.00× |  | {asked} | 2.00 | 1.0e-02 |" in measured
+        "| eager diffusers |  | 0.40 | 1.80 | 0.05 |  | 2.30 | 0.65× | 1.00× | 0.56× |  |  | 2.00 | 1.0e-02 |"
+        in measured
     )
-    assert "| eager diffusers | 0.40 | 1.80 | 0.05 | 2.30 | 1.00× | 0.56× |  |  | 2.00 | 1.0e-02 |" in measured
     assert "over compile, which compiles the decoder too" in measured
     assert "One denoising step" not in measured
     missed = steps.whole_videos_table({"wan2.1-1.3b-decoded": _video_run(0.61, 0.0106)})
-    assert "| 0.40 | 0.61 ✗ | 0.05 | 1.11 | 2.95× | 1.64× ✗ |" in missed
+    assert "| 0.40 | 0.61 ✗ | 0.05 |  | 1.11 | 1.35× | 2.95× | 1.64× ✗ |" in missed
     assert "1.1e-02 ✗ |" in missed
     more = steps.whole_videos_table({"wan2.1-1.3b-decoded": _video_run(0.5, 0.01, memory=2**31 + 2**27)})
     assert "| 2.12 ✗ | 1.0e-02 |" in more
@@ -73,12 +78,15 @@ def test_whole_videos_are_a_table_of_their_own():
 @pytest.mark.parametrize(
     ("name", "patched", "shown", "asked"),
     [
-        ("wan2.2-5b-decoded", 1.0, "1.00 | 0.05 | 1.50 (1.53× over torch.compile)", "total 1.5× over torch.compile"),
-        ("wan2.2-5b-decoded", 1.1, "1.10 | 0.05 | 1.60 (1.44× ✗ over torch.compile)", "total 1.5× over torch.compile"),
-        ("wan2.2-5b-decoded", 2.1, "2.10 ✗ | 0.05 | 2.60 (0.88× ✗ over torch.compile)", "decode 2.0 s / total 1.5×"),
-        ("wan2.2-5b-decoded-quantized", 1.0, "1.00 | 0.05 | 1.50 (1.53× ✗ over torch.compile)", "total 2.0× over"),
-        ("wan2.1-1.3b-decoded-8-bit-vae-sparse", 1.0, "1.00 (1.50× over patched exactly)", "decode 1.5× over"),
-        ("wan2.1-1.3b-decoded-8-bit-vae-sparse", 1.1, "1.10 (1.36× ✗ over patched exactly)", "decode 1.5× over"),
+        ("wan2.2-5b-decoded", 1.0, "1.00 | 0.05 |  | 1.50 (1.53× over torch.compile)", "total 1.5× over torch.compile"),
+        (
+            "wan2.2-5b-decoded",
+            1.1,
+            "1.10 | 0.05 |  | 1.60 (1.44× ✗ over torch.compile)",
+            "total 1.5× over torch.compile",
+        ),
+        ("wan2.2-5b-decoded", 2.1, "2.10 ✗ | 0.05 |  | 2.60 (0.88× ✗ over torch.compile)", "decode 2.0 s / total 1.5×"),
+        ("wan2.2-5b-decoded-quantized", 1.0, "1.00 | 0.05 |  | 1.50 (1.53× ✗ over torch.compile)", "total 2.0× over"),
     ],
 )
 def test_stages_have_targets_beside_other_variants(name, patched, shown, asked):
@@ -101,9 +109,10 @@ def test_the_summary_has_a_table_of_a_whole_video():
     assert "whole video" not in steps.short_tables({"wan2.1-1.3b": steps_run})
     runs = {"wan2.1-1.3b": steps_run, "wan2.1-1.3b-decoded": _video_run(0.61, 0.01)}
     lines = steps.short_tables(runs).splitlines()
-    assert lines[-4].startswith("| from the prompt's embeddings to frames | eager, s | compile, s | patched, s |")
+    assert lines[-4].startswith("| a whole video, or its decoding | eager, s | compile, s | patched, s |")
+    whole = "a whole video of wan2.1-1.3b, 5×16×32, 2 steps, exact, embeddings to frames"
     assert lines[-2:] == [
-        "| a whole video of wan2.1-1.3b, 5×16×32, 2 steps, exact | 2.30 | 1.50 | 1.11 | 2.07× | 1.35× | 1.00× |",
+        f"| {whole} | 2.30 | 1.50 | 1.11 | 2.07× | 1.35× | 1.00× |",
         "| decoding alone, Wan 2.1's VAE, 5×16×32 | 1.80 | 1.00 | 0.61 ✗ | 2.95× | 1.64× ✗ | 1.00× |",
     ]
     timings = runs["wan2.1-1.3b-decoded"]["variants"][-1]["timings"]
@@ -111,6 +120,74 @@ def test_the_summary_has_a_table_of_a_whole_video():
     assert "| 1.50 | 2.30 ✗ | 1.00× | 0.65× | 2.00× ✗ |" in steps.short_tables(runs)
     del runs["wan2.1-1.3b-decoded"]["variants"][1]
     assert "| 2.30 | not run | 2.30 ✗ |" in steps.short_tables(runs)
+
+
+def test_a_whole_video_from_a_prompt_and_with_other_vaes():
+    """Each VAE has a limit of its own. The tiny one has no TFLOP/s of diffusers' decoder."""
+    run = _video_run(0.5, 0.01) | {"decode_flops": 300e12}
+    run["settings"] |= {"tokens": 512, "preset": "sparse"}
+    tiny = copy.deepcopy(run["variants"][-1]) | {"name": TINY_VAE, "decode_error": None}
+    tiny["timings"] |= {"vae_decode": 0.07, "total": 0.61}
+    in_8_bits = copy.deepcopy(tiny) | {"name": IN_8_BITS}
+    in_8_bits["timings"] |= {"vae_decode": 0.3, "total": 0.86}
+    run["variants"] += [in_8_bits, tiny]
+    table = steps.whole_videos_table({"wan2.1-1.3b-decoded-sparse": run})
+    assert "|  | patched (sparse) | 0.012 | 0.40 |" in table
+    shown = "0.012 | 0.40 | 0.07 ✗ | 0.05 |  | 0.61 ✗ | 2.46× | 25.71× | 14.29× |  |"
+    assert f"|  | {TINY_VAE} | {shown} decode 0.06 s / total 0.6 s | 2.00 |  |" in table
+    shown = "0.012 | 0.40 | 0.30 | 0.05 |  | 0.86 ✗ | 1.74× | 6.00× | 3.33× | 1000 | total 0.85 s | 2.00 |  |"
+    assert f"|  | {IN_8_BITS} | {shown}" in table
+    assert "2 steps, sparse, prompt to frames |" in steps.short_tables(
+        {"a": step_run("a", 0.6, 0.5), "wan2.1-1.3b-decoded-sparse": run}
+    )
+
+
+def _video_with_sound():
+    """A whole video of LTX-2 with all its layers."""
+    run = _video_run(1.0, None, memory=2**32)
+    run["settings"] |= {"config": "ltx2-19b", "layers": 48, "preset": "sparse", "num_inference_steps": 4}
+    for variant in run["variants"]:
+        variant["decode_error"] = None
+        variant["timings"] |= {"steps": [0.6] * 4, "sound": 0.0421}
+    run["variants"][-1]["timings"]["steps"] = [0.15, 0.15, 0.15, 0.16]
+    return run
+
+
+def test_a_whole_video_with_sound_is_named_so():
+    runs = {"ltx2-19b-1024p-sparse": _video_with_sound()}
+    page = write_pages._measured(Path("gpu.json"), runs, [])
+    assert "| output, s | sound, s | total, s |" in page
+    assert (
+        "| ltx2-19b (48 layers), 5×16×32, `ltx2-19b-1024p-sparse` | eager diffusers |  | 2.40 | 1.80 | 0.05 |" in page
+    )
+    assert "| patched (sparse) |  | 0.61 | 1.00 | 0.05 | 0.042 | 1.50 |" in page
+    whole = "a whole video of ltx2-19b (48 layers), 5×16×32, 4 steps, sparse, embeddings to frames and sound"
+    assert f"| {whole} | 2.30 | 1.50 | 1.50 |" in steps.short_tables(runs)
+
+
+def test_steps_of_a_whole_video_stand_beside_those_timed_alone():
+    """Its memory does not, because decoding counts in it."""
+    runs = {"ltx2-19b-1024p-sparse": _video_with_sound()}
+    page = write_pages._measured(Path("gpu.json"), runs, [])
+    label = "ltx2-19b (48 layers), 5×16×32"
+    assert f"| {label}, `ltx2-19b-1024p-sparse` | eager diffusers | 600.0 | 1.00× | 1.00× |  |  |  |  |" in page
+    assert "|  | patched (sparse) | 150.0 | 4.00× | 4.00× | – / 3.0 |  |  |  |" in page
+    assert f"| {label} | sparse | 600 | 600 | not run | 150 | 4.00× |  |  |" in steps.short_tables(runs)
+    ((model, tiers),) = charts.speedups_by_tier(runs).items()
+    assert (model, tiers) == ("LTX-2 19B\n32×16, 5 frames", {"sparse": 4.0})
+    assert '| `"sparse"` | 4.00× |  |' in readme.tiers_table(runs)
+    assert runs["ltx2-19b-1024p-sparse"]["variants"][-1]["timings"]["peak_memory"] == 2**32
+    assert charts.real_models({"another": _video_with_sound()}) == {}
+
+
+def test_a_whole_video_of_two_experts_has_a_limit_on_its_seconds():
+    run = _video_run(7.51, 0.01)
+    run["settings"] |= {"config": "wan2.2-a14b", "layers": 40, "tokens": 512, "preset": "quantized"}
+    del run["variants"][1]
+    runs = {"wan2.2-a14b-decoded": run}
+    whole = "a whole video of wan2.2-a14b (40 layers), 5×16×32, 2 steps, quantized, prompt to frames"
+    assert f"| {whole} | 2.30 | not run | 8.01 ✗ |" in steps.short_tables({"a": step_run("a", 0.6, 0.5), **runs})
+    assert "| 8.01 ✗ |  | 0.24× |  |  | total 8.0 s |" in steps.whole_videos_table(runs)
 
 
 def test_a_variant_that_was_not_run_says_so():

@@ -100,9 +100,9 @@ def _attention_within(
         return None, attended._replace(reason=attended.reason or few)
     reason = why_not_quantized_attention(attn, nn.RMSNorm, call)
     if reason is not None:
-        return None, wide_attention(attn, place.stream, call, reason)
+        return None, wide_attention(attn, place.stream, call, reason, result)
     if attn.processor._parallel_config is not None:
-        return None, quantized_attention_between_all_to_alls(attn, place.stream, call)
+        return None, quantized_attention_between_all_to_alls(attn, place.stream, call, result)
     return in_8_bits.quantize_heads(attn, call), quantized_attention(attn, place.stream, call, result)
 
 

@@ -7,7 +7,7 @@ several frames of it, and only the last one counts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ class _Decoder(Run):
         *,
         is_image: bool = False,
         cuts: Cuts | None = None,
-        in_8_bits: Collection[nn.Module] = (),
+        in_8_bits: Set[nn.Module] = frozenset(),
     ):
         super().__init__(plan, is_image=is_image)
         self._in_8_bits = in_8_bits
@@ -65,6 +65,8 @@ class _Decoder(Run):
         """Run x through the up blocks and yield the results. Each part of its frames runs through before the next."""
         (block, frames), *others = blocks
         for part in x.split(frames, dim=1):
+            if not self._in_8_bits.isdisjoint(block.resnets):
+                self._convolutions_8bit.begin_chunk(block, part)
             y = self.up_block(block, part) if type(block) in UP_BLOCK else self.residual_up_block(block, part)
             if others:
                 yield from self.up_blocks(decoder, others, y)

@@ -29,6 +29,7 @@ from ..family import graph_of
 from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape, weights_bytes
 from .classes import clamps_tiles, patch_size_of
 from .decoder import decoded
+from .finished import mark_finished
 from .in_8_bits import in_8_bits
 from .plain import why_not_plain
 from .steps import VaePlan, takes_front
@@ -100,7 +101,7 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
     plan = plan_for(self, z)
     parts = _parts(self, z, _at_once(self, z), plan) if strips is None else _parts_of_all(self, z, strips, plan)
     shown = _received(self, (_shown(self, frames) for frames in parts))
-    return _output(joined(shown, output_shape(self, z)[2]), return_dict)
+    return _output(joined(shown, output_shape(self, z)[2], then=mark_finished), return_dict)
 
 
 class _Strips(NamedTuple):
@@ -286,8 +287,13 @@ def _convolutions_are_ours(network: nn.Module, x: torch.Tensor, plan: VaePlan) -
     return takes_front(plan.convolution(network.conv_in, x.permute(0, 2, 3, 4, 1).shape))
 
 
-def joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
-    """Join parts to `count` frames [B, C, count, H, W]. Each part is copied before the next is made."""
+def joined(
+    parts: Iterator[torch.Tensor], count: int, then: Callable[[torch.Tensor, int], None] | None = None
+) -> torch.Tensor:
+    """Join parts to `count` frames [B, C, count, H, W]. Each part is copied before the next is made.
+
+    then: called with the whole and the number of frames so far, after each copy.
+    """
     whole, done = None, 0
     for part in parts:
         if whole is None:
@@ -295,6 +301,8 @@ def joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
         whole[:, :, done : done + part.shape[2]] = part
         done += part.shape[2]
         del part
+        if then is not None:
+            then(whole, done)
     return whole
 
 

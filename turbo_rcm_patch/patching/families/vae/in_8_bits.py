@@ -11,7 +11,7 @@ it. The frames before a chunk, which are kept in 8 bits, are rounded anew then.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,18 +26,24 @@ from .classes import resnets_for_8_bits
 from .layers import with_last_frames
 from .steps import VaePlan, kernel_size, sizes_8bit
 
+ALIGNED = 4  # values of a range's place, so that each begins at a multiple of 16 bytes
 SIZE = (1, 4, 64, 64)  # B, T, H, W of an input: whether a kernel takes it does not depend on them
 
 
-class _Input(NamedTuple):
-    """The state of one convolution's input during a decode. front is None for an image: nothing comes before it.
+@dataclass(slots=True, eq=False)
+class _Convolution:
+    """A convolution during a decode: its norm's weight, its own weight and bias, and the state of its input.
 
-    combined: of the chunk that is convolved next. None: before the first chunk.
+    before, bounds: the range before the present chunk, and with it. front: None for an image, because nothing comes
+    before it. combined: of the chunk that is convolved next. None: before the first chunk.
     """
 
+    gain: torch.Tensor
     divisor: torch.Tensor
-    bounds: torch.Tensor
     weight: Weight8bit
+    bias: torch.Tensor
+    before: torch.Tensor
+    bounds: torch.Tensor
     front: torch.Tensor | None
     combined: torch.Tensor | None = None
 
@@ -72,36 +78,53 @@ class Convolutions8bit:
 
     def __init__(self, plan: VaePlan, *, is_image: bool):
         self._plan, self._is_image = plan, is_image
-        self._inputs: dict[nn.Module, _Input] = {}
+        self._known: dict[nn.Module, _Convolution] = {}
+        self._ranges: dict[nn.Module, torch.Tensor] = {}  # by up block: [2, convolutions, ALIGNED]
+        self._places: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}  # by convolution: its two ranges
         self._measure, self._quantize = (plan.call.pick(op).launch for op in (MEASURE_NORM_SILU, QUANTIZE_NORM_SILU))
+
+    def begin_chunk(self, block: nn.Module, x: torch.Tensor) -> None:
+        """Take the ranges of an up block's convolutions as those before its next chunk x.
+
+        One copy serves all of them. A copy in each convolution would be one launch in four.
+        """
+        if block in self._ranges:
+            before, bounds = self._ranges[block]
+            before.copy_(bounds)
+            return
+        convolutions = [conv for resnet in block.resnets for conv in (resnet.conv1, resnet.conv2)]
+        ranges = x.new_zeros(2, len(convolutions), ALIGNED, dtype=torch.float32)
+        self._ranges[block] = ranges
+        for conv, before, bounds in zip(convolutions, *ranges[..., :2], strict=True):
+            self._places[conv] = before, bounds
 
     def quantized(self, norm: nn.Module, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm and SiLU of x [B, T, H, W, C] in 8 bits: a convolution's input, with a pixel around images."""
-        gain = norm.gamma.flatten()
-        known = self._inputs.get(conv) or self._begin(conv, gain, x)
-        bounds = self._measure(x, gain, known.divisor, known.bounds)
-        of_result = known.weight.scale, known.weight.total, conv.bias
-        given = x, gain, known.divisor, known.bounds, bounds, known.front, *of_result
-        values, combined = self._quantize(*given)
-        self._inputs[conv] = known._replace(bounds=bounds, combined=combined)
+        known = self._known.get(conv) or self._begin(norm, conv, x)
+        given, ranges, weight = (x, known.gain, known.divisor), (known.before, known.bounds), known.weight
+        self._measure(*given, known.bounds)
+        of_result = weight.scale, weight.total, known.bias
+        values, known.combined = self._quantize(*given, *ranges, known.front, *of_result)
         return values
 
     def convolve(self, conv: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``residual + conv(x)``, for x from `quantized`."""
         B, T, H, W, C = x.shape
         step = self._plan.convolution_8bit(conv, (B, T, H - 2, W - 2, C), self._is_image)
-        known = self._inputs[conv]
-        y = step.run(x, known.combined, known.weight.values, conv.bias.dtype, residual, known.front)
+        known = self._known[conv]
+        y = step.run(x, known.combined, known.weight.values, known.bias.dtype, residual, known.front)
         if known.front is not None:
-            self._inputs[conv] = known._replace(front=with_last_frames(known.front, x))
+            known.front = with_last_frames(known.front, x)
         return y
 
-    def _begin(self, conv: nn.Module, gain: torch.Tensor, x: torch.Tensor) -> _Input:
-        divisor, frames = channel_divisor(gain), kernel_size(conv)[0] - 1
-        weight, front = conv.weight.detach().permute(0, 2, 3, 4, 1), None
+    def _begin(self, norm: nn.Module, conv: nn.Module, x: torch.Tensor) -> _Convolution:
+        gain, frames = norm.gamma.flatten(), kernel_size(conv)[0] - 1
+        divisor, weight, front = channel_divisor(gain), conv.weight.detach().permute(0, 2, 3, 4, 1), None
         if self._is_image:
             weight = weight[:, -1:]
         else:
             B, _, H, W, C = x.shape
             front = x.new_full((B, frames, H + 2, W + 2, C), EMPTY, dtype=torch.int8)
-        return _Input(divisor, divisor.new_zeros(2), quantize_conv_weight(weight, divisor), front)
+        weight = quantize_conv_weight(weight, divisor)
+        known = self._known[conv] = _Convolution(gain, divisor, weight, conv.bias, *self._places[conv], front)
+        return known

@@ -1,6 +1,7 @@
 """The steps of the encoder and the decoder, each with its kernel, or the reason why it is not ours.
 
-Activations are channels-last, [B, T, H, W, C]. Modules are plain (plain.py decides), and read when a step runs.
+Activations are channels-last, [B, T, H, W, C]. Modules are plain (plain.py decides). A convolution is read when its
+step runs, a norm when its step is chosen.
 """
 
 from __future__ import annotations
@@ -42,29 +43,34 @@ class VaePlan:
 
         of_image: True if x is an image. Of the window only the last frame counts then, because there are zeros before.
         """
-        return self._once(convolution, conv, shape, of_image=of_image, weights=self._weights)
+        key = convolution, conv, shape, of_image
+        if (known := self._steps.get(key)) is not None:
+            return known
+        return self._choose(key, convolution, conv, shape, of_image=of_image, weights=self._weights)
 
     def convolution_8bit(self, conv: nn.Conv3d, shape: tuple[int, ...], of_image: bool) -> Step:
         """Return the step of a convolution in 8 bits, for x of this shape without the pixels around images."""
-        return self._once(convolution_8bit, conv, shape, of_image=of_image)
+        key = convolution_8bit, conv, shape, of_image
+        return self._steps.get(key) or self._choose(key, convolution_8bit, conv, shape, of_image=of_image)
 
     def downsampling(self, conv: nn.Conv2d | nn.Conv3d) -> Step:
         """Return the step of a convolution that halves height and width, or frames."""
-        return self._once(downsampling, conv)
+        key = downsampling, conv
+        return self._steps.get(key) or self._choose(key, downsampling, conv)
 
     def rms_norm(self, norm: nn.Module) -> Step:
         """Return the step of a norm."""
-        return self._once(rms_norm, norm)
+        key = rms_norm, norm
+        return self._steps.get(key) or self._choose(key, rms_norm, norm)
 
     def attention(self, channels: int) -> Step:
         """Return the step of an attention."""
-        return self._once(attention, channels)
+        key = attention, channels
+        return self._steps.get(key) or self._choose(key, attention, channels)
 
-    def _once(self, choose: Callable[..., Step], *given: object, **options: object) -> Step:
-        key = choose, *given, *options.values()
-        if key not in self._steps:
-            self._steps[key] = choose(*given, self.call, **options)
-        return self._steps[key]
+    def _choose(self, key: tuple, choose: Callable[..., Step], *given: object, **options: object) -> Step:
+        step = self._steps[key] = choose(*given, self.call, **options)
+        return step
 
 
 class PackedWeights:
@@ -199,11 +205,11 @@ def _halve_frames(conv, x, front):
 def rms_norm(norm: nn.Module, call: Call) -> Step:
     """Return an RMS norm with SiLU or without: (x [B, T, H, W, C], *, silu=True) -> [B, T, H, W, C]."""
     pick = call.pick(RMS_NORM_SILU)
-    return Step(partial(_rms_norm, pick.launch, norm), pick.label, pick.reason, pick=pick)
+    return Step(partial(_rms_norm, pick.launch, norm.gamma.flatten()), pick.label, pick.reason, pick=pick)
 
 
-def _rms_norm(launch, norm, x, *, silu=True):
-    return launch(x, norm.gamma.flatten(), silu)
+def _rms_norm(launch, weight, x, *, silu=True):
+    return launch(x, weight, silu)
 
 
 def attention(channels: int, call: Call) -> Step:

@@ -2,13 +2,16 @@
 
 diffusers denormalises in the VAE's dtype and copies to pageable memory. There it moves the channels last, converts to
 fp32 and, for PIL, rounds x · 255. Here the same arithmetic runs on the video's device. So "pil" copies 8 bits instead
-of the VAE's 16 or 32. A piece is copied through pinned memory while the CPU works on the piece before. diffusers still
-handles "pt", which it leaves on the device, and everything that this file does not know.
+of the VAE's 16 or 32. A piece is copied through pinned memory while the CPU works on the piece before it, and while the
+GPU decodes the frames after it. diffusers still handles "pt", which it leaves on the device, and everything that this
+file does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from ....config import PatchConfig
 from ....plain import function_bound_to, is_original
 from ...copying import reduce_ex
 from ...journal import Journal, bind
+from .finished import Mark, marks_of
 
 PATCHED = "postprocess_video"
 # diffusers' methods between the decoded video and what a pipeline returns.
@@ -79,10 +83,11 @@ def postprocess_video(
         return to_8_bits(denormalized) if output_type == "pil" else denormalized
 
     B, C, F, H, W = video.shape
+    marks = marks_of(video)
     arrays = np.empty((B, F, H, W, C), np.uint8 if output_type == "pil" else np.float32)
     for sample, array in zip(video, arrays, strict=True):
         rest = torch.from_numpy(array)
-        for piece in pieces_on_cpu(sample.transpose(0, 1), convert):
+        for piece in pieces_on_cpu(sample.transpose(0, 1), convert, marks):
             rest[: len(piece)].copy_(piece)
             rest = rest[len(piece) :]
     return arrays if output_type == "np" else [[_image(frame) for frame in array] for array in arrays]
@@ -104,15 +109,39 @@ def to_8_bits(images: torch.Tensor) -> torch.Tensor:
     return (images.float() * 255).round().to(torch.uint8)
 
 
-def pieces_on_cpu(frames: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:
+def pieces_on_cpu(
+    frames: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor], marks: Sequence[Mark] = ()
+) -> Iterator[torch.Tensor]:
     """Yield ``convert`` of frames [F, C, H, W], a few at a time, as [n, H, W, C] on the CPU.
 
     From a GPU they come through pinned memory. A piece is valid until the next is requested. The next is copied
-    meanwhile.
+    meanwhile. marks: the video's `marks_of`. With them a piece waits for its own frames alone, on a stream of its own.
     """
     count = max(1, PIECE_BYTES // (frames[0].numel() * frames.element_size()))
-    pieces = (convert(part).permute(0, 2, 3, 1).contiguous() for part in frames.split(count))
-    return _through_pinned_memory(pieces) if frames.is_cuda else (piece.cpu() for piece in pieces)
+    parts = frames.split(count)
+    pieces = (convert(part).permute(0, 2, 3, 1).contiguous() for part in (_finished(parts, marks) if marks else parts))
+    if not frames.is_cuda:
+        return (piece.cpu() for piece in pieces)
+    return _through_pinned_memory(pieces, _stream_of_copies(frames.device.index) if marks else None)
+
+
+@functools.cache
+def _stream_of_copies(device: int) -> torch.cuda.Stream:
+    """Return a GPU's stream for copies. A stream for each video would leave memory in PyTorch's cache for each.
+
+    PyTorch hands streams out from a pool for each priority. Graphs are captured on streams of normal priority, so that
+    none gets this one.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _finished(parts: Iterable[torch.Tensor], marks: Sequence[Mark]) -> Iterator[torch.Tensor]:
+    """Yield the parts of a video's frames. Let the current stream wait until each is decoded."""
+    done = 0
+    for part in parts:
+        done += len(part)
+        next(mark.event for mark in marks if mark.frames >= done).wait()
+        yield part
 
 
 def on_its_way_to_cpu(piece: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -127,15 +156,26 @@ def on_its_way_to_cpu(piece: torch.Tensor) -> Callable[[], torch.Tensor]:
     return stage.content
 
 
-def _through_pinned_memory(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _through_pinned_memory(
+    pieces: Iterator[torch.Tensor], stream: torch.cuda.Stream | None = None
+) -> Iterator[torch.Tensor]:
+    """Yield pieces on the CPU. stream: makes and copies them, in place of the current one."""
     stages: list[_Stage] = []
-    for index, piece in enumerate(pieces):
-        if index < 2:
-            stages.append(_Stage(piece))
-        stages[index % 2].fill(piece)
-        if index > 0:
-            yield stages[(index - 1) % 2].content()
-    yield stages[index % 2].content()
+    try:
+        for index in itertools.count():
+            with torch.cuda.stream(stream):
+                piece = next(pieces, None)
+                if piece is None:
+                    break
+                if index < 2:
+                    stages.append(_Stage(piece))
+                stages[index % 2].fill(piece)
+            if index > 0:
+                yield stages[(index - 1) % 2].content()
+        yield stages[(index - 1) % 2].content()
+    finally:  # whoever stops early may free the video
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 class _Stage:

@@ -202,11 +202,11 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
     if is_sparse(attn):
         attended = sparse_attention(attn, stream, call, out.takes)
     elif reason is None:
-        attended = quantized_attention_between_all_to_alls(attn, stream, call)
+        attended = quantized_attention_between_all_to_alls(attn, stream, call, out.takes)
     elif kind.why_dense is not None and not isinstance(call.config, Exact):
-        attended = attention(attn, call)._replace(reason=kind.why_dense)
+        attended = attention(attn, call, result=out.takes)._replace(reason=kind.why_dense)
     else:
-        attended = wide_attention(attn, stream, call, reason)
+        attended = wide_attention(attn, stream, call, reason, out.takes)
     return SelfAttention(
         kind.half_tables,
         attn.heads,
@@ -228,33 +228,37 @@ def quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype | 
     return attended._replace(reason=reason) if isinstance(call.config, BlockSparse) else attended
 
 
-def quantized_attention_between_all_to_alls(attn, stream: Stream, call: Call) -> Step:
+def quantized_attention_between_all_to_alls(attn, stream: Stream, call: Call, result: torch.dtype | None) -> Step:
     """Return a self-attention in 8 bits over the tokens of all GPUs: (q, k, v [B, S/W, H, D]) -> [B, S/W, H, D].
 
     q, k and v are put in 8 bits after they were exchanged. Then the mean of k, the scale of v and the groups of keys
-    are those of one GPU.
+    are those of one GPU. result: the format that the next step takes. If there is one, the result is a Quantized.
     """
     quantize, attended = in_8_bits.quantize_heads(attn, call), quantized_attention(attn, stream, call, None)
     attend = partial(_quantize_then_attend, quantize.run, attended.run)
-    run = partial(ulysses_attention, attn.processor._parallel_config, attend)
-    return Step(run, f"{attended.kernel} between all-to-alls", attended.reason or quantize.reason)
+    gather = in_8_bits.tokens_after_exchange(result, call)
+    run = partial(ulysses_attention, attn.processor._parallel_config, attend, gather=gather)
+    return Step(run, f"{attended.kernel} between all-to-alls", attended.reason or quantize.reason, gives=result)
 
 
 def _quantize_then_attend(quantize, attend, q, k, v):
     return attend(quantize(q, k, v))
 
 
-def wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> Step:
-    """Return a self-attention in the model's dtype, with the reason if the tier would run another one."""
+def wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str, result: torch.dtype | None) -> Step:
+    """Return a self-attention in the model's dtype, with the reason if the tier would run another one.
+
+    result: the format that the next step takes, or None.
+    """
     if isinstance(call.config, BlockSparse):
         reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
         reason = reason or block_sparse.why_dense(attn, stream, call, quantized=False)
         if reason is not None:
-            return attention(attn, call)._replace(reason=reason)
-        attended = block_sparse.attention(attn, call, quantized=False)
+            return attention(attn, call, result=result)._replace(reason=reason)
+        attended = block_sparse.attention(attn, call, quantized=False, result=result)
         wanted = call.config.in_8_bits("attention") and attended.reason is None
         return attended._replace(reason=why_not_8_bits) if wanted else attended
-    attended = attention(attn, call)
+    attended = attention(attn, call, result=result)
     return attended if isinstance(call.config, Exact) else attended._replace(reason=why_not_8_bits)
 
 

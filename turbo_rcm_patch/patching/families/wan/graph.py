@@ -14,18 +14,23 @@ from torch import nn
 from ....config import SLA_TOPK, PatchConfig, Sparse
 from ...cuda_graphs import Inputs
 from ...steps.context_parallel import ranks_of
+from ...steps.plan import SHARED
 from ..family import graph_of
 from ..graphs import Graphed
 from .forward import wan_block
+from .modulation import TimestepRuns, runs_ahead, with_runs_ahead
 from .repeatable import why_not_repeatable
 
 # Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time). In this time the GPU does
 # 1.6e12 FLOP of a bf16 block, or 3.3e12 of one in 8 bits, which count half. The rest is for slower hosts.
 MOST_FLOPS_PER_BLOCK = 2e12
 # Under context parallelism all GPUs wait in each block for the slowest host, and collectives are launched too. On two
-# H200s a graph of 2.3e12 FLOP gained up to 10 %, and one of 4.7e12 lost 1.7 %. The factor does not count for timesteps
-# per token: in a graph every token has its own row of modulation, which sm_90's GEMM refuses.
+# H200s a graph of 2.3e12 FLOP gained up to 10 %, and one of 4.7e12 lost 1.7 %.
 FACTOR_IN_PARALLEL = 2
+# The runs of equal timesteps in the tokens of each GPU under context parallelism. Only one GPU has a first frame's. But
+# NCCL replays a recording only with those that the other GPUs made at the same time. So all GPUs need the same key.
+RUNS_IN_PARALLEL = 2
+TOO_MANY_RUNS = f"timesteps per token in more than {RUNS_IN_PARALLEL} runs"
 
 WAN_BLOCK = wan_block(WanAttention)
 
@@ -44,26 +49,52 @@ def transformer_forward(
     hidden_states [B, C, F, H, W], timestep [B] or per token [B, S], encoder_hidden_states [B, L, text_dim],
     encoder_hidden_states_image [B, L', image_dim] or None; the sample is [B, C_out, F, H, W].
     """
-    inputs = (hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image)
+    inputs: Inputs = (hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image)
     reason = "attention_kwargs" if attention_kwargs is not None else None
     if reason is None and hidden_states.ndim != 5:
         reason = "latents without five dimensions"
     if torch.compiler.is_compiling() or not (graph := graph_of(self)).takes(self, inputs, reason):
         # Pass keywords: diffusers' decorator around the class's forward reads a LoRA's scale only from keywords.
         return type(self).forward(self, *inputs, return_dict=return_dict, attention_kwargs=attention_kwargs)
-    sample = graph.run(inputs)
+    if timestep.ndim == 2:
+        inputs, reason = _with_runs(self, inputs)
+    sample = graph.run(inputs, reason=reason)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
-def _compute(transformer: WanTransformer3DModel, _options: tuple, *inputs: torch.Tensor | None) -> torch.Tensor:
-    return type(transformer).forward(transformer, *inputs, return_dict=False)[0]
+def _with_runs(transformer: WanTransformer3DModel, inputs: Inputs) -> tuple[Inputs, str | None]:
+    """Return inputs with a timestep [B, S], and after them the values and lengths of its runs if these can be embedded.
+
+    Under context parallelism a GPU that cannot do that makes no graph, and this also returns the reason.
+    """
+    latents, timestep, *prompt = inputs
+    is_parallel = ranks_of(transformer._parallel_config) > 1
+    runs = runs_ahead(transformer.condition_embedder, timestep, *prompt)
+    if runs is not None and is_parallel:
+        runs = runs.padded(RUNS_IN_PARALLEL)
+    if runs is not None:
+        return (latents, runs.timestep, *prompt, runs.values, runs.lengths), None
+    return inputs, TOO_MANY_RUNS if is_parallel else None
+
+
+def _compute(
+    transformer: WanTransformer3DModel,
+    _options: tuple,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    image: torch.Tensor | None,
+    *runs: torch.Tensor,
+) -> torch.Tensor:
+    """Return the sample of the class's own forward. runs: values [R] and lengths [R] of equal timesteps, or nothing."""
+    with with_runs_ahead(getattr(transformer, SHARED), TimestepRuns(timestep, *runs) if runs else None):
+        return type(transformer).forward(transformer, latents, timestep, text, image, return_dict=False)[0]
 
 
 def _is_large(transformer: WanTransformer3DModel, inputs: Inputs, config: PatchConfig) -> bool:
-    latents, timestep, *_ = inputs
     ranks = ranks_of(transformer._parallel_config)
-    flops = flops_per_block(transformer, latents, config) / ranks
-    return is_more(flops, MOST_FLOPS_PER_BLOCK, 1 if timestep.ndim == 2 else ranks)
+    flops = flops_per_block(transformer, inputs[0], config) / ranks
+    return is_more(flops, MOST_FLOPS_PER_BLOCK, ranks)
 
 
 def is_more(flops: float, most: float, ranks: int) -> bool:

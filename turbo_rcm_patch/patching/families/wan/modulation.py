@@ -3,10 +3,15 @@
 TI2V-5B gives every token its own timestep, but a video has only one or two: one for a given first frame, and one for
 the other frames. The time embedding is computed once for each run of equal timesteps. The kernels find the row of a
 token. The model still passes on one row per token, for hooks and other code that read it.
+
+The runs are found by waiting for the GPU, which a CUDA graph cannot do. So they are found before a forward is recorded
+or replayed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -14,11 +19,32 @@ from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedd
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....kernels import MAX_RUNS, Runs
-from ....plain import hook_around_forward, hook_in_place_of_forward, is_original
+from ....plain import function_bound_to, hook_around_forward, hook_in_place_of_forward, is_original
 from ...cuda_graphs import why_not_recorded
 from ...steps.plan import SHARED, Shared
 
 Row = torch.Tensor | Runs
+
+
+class TimestepRuns(NamedTuple):
+    """The runs of equal timesteps in a contiguous tensor [B, S] or [B·S]: the values [R] and the lengths [R]."""
+
+    timestep: torch.Tensor
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+    def padded(self, count: int) -> TimestepRuns | None:
+        """Return these runs with empty ones after them, so that there are `count`, or None if there are more."""
+        missing = count - len(self.values)
+        if missing < 0:
+            return None
+        values, lengths = (torch.nn.functional.pad(each, (0, missing)) for each in (self.values, self.lengths))
+        return TimestepRuns(self.timestep, values, lengths)
+
+    def are_of(self, timestep: torch.Tensor) -> bool:
+        """True if timestep [B·S] is that tensor or a view of all of it."""
+        same = timestep.data_ptr() == self.timestep.data_ptr() and timestep.dtype == self.timestep.dtype
+        return same and timestep.numel() == self.timestep.numel()
 
 
 class TokenRuns(NamedTuple):
@@ -56,22 +82,53 @@ def embedder_forward(
     shared: Shared = getattr(self, SHARED)
     shared.runs = None
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
-    if timestep_seq_len is None or not _may_embed_runs(self, timestep, *prompt):
+    runs = None if timestep_seq_len is None else _find_runs(self, timestep, *prompt) or _runs_ahead(shared, timestep)
+    if runs is None:
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)
-    values, counts = torch.unique_consecutive(timestep, return_counts=True)  # waits for the GPU
-    if len(values) > MAX_RUNS:
-        return type(self).forward(self, timestep, *prompt, timestep_seq_len)
-    temb, rows, *projected = type(self).forward(self, values, *prompt)
+    temb, rows, *projected = type(self).forward(self, runs.values, *prompt)
 
     def expand(x: torch.Tensor) -> torch.Tensor:
-        return x.repeat_interleave(counts, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))
+        return x.repeat_interleave(runs.lengths, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))
 
     # This must be an ordinary tensor: an inference tensor does not count writes to it.
     with torch.inference_mode(False), torch.no_grad():
         timestep_proj = expand(rows)
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    starts = torch.nn.functional.pad(runs.lengths.cumsum(0), (1, 0)).int()
     shared.runs = TokenRuns.of(timestep_proj, rows, starts)
     return expand(temb), timestep_proj, *projected
+
+
+def runs_ahead(embedder: torch.nn.Module, timestep: torch.Tensor, *prompt: torch.Tensor | None) -> TimestepRuns | None:
+    """Return the runs of a timestep [B, S] that `embedder_forward` would find, or None if it would embed all tokens."""
+    if function_bound_to(embedder, vars(embedder).get("forward")) is not embedder_forward:
+        return None
+    return _find_runs(embedder, timestep.contiguous(), *prompt)
+
+
+@contextmanager
+def with_runs_ahead(shared: Shared, runs: TimestepRuns | None) -> Iterator[None]:
+    """Let `embedder_forward` take these runs if it is recorded, so that it cannot find them. Leave none behind."""
+    shared.timestep_runs = runs
+    try:
+        yield
+    finally:
+        shared.timestep_runs = shared.runs = None  # they may lie in a graph's memory
+
+
+def _runs_ahead(shared: Shared, timestep: torch.Tensor) -> TimestepRuns | None:
+    """Return the runs that were found ahead of the forward of a timestep [B·S], or None."""
+    runs = None if torch.compiler.is_compiling() else shared.timestep_runs
+    return runs if runs is not None and runs.are_of(timestep) else None  # another thread's forward has other runs
+
+
+def _find_runs(
+    embedder: WanTimeTextImageEmbedding, timestep: torch.Tensor, *prompt: torch.Tensor | None
+) -> TimestepRuns | None:
+    """Return the runs of equal timesteps, or None if they must not be looked for or are too many."""
+    if not _may_embed_runs(embedder, timestep, *prompt):
+        return None
+    values, lengths = torch.unique_consecutive(timestep, return_counts=True)  # waits for the GPU
+    return TimestepRuns(timestep, values, lengths) if len(values) <= MAX_RUNS else None
 
 
 def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor | None) -> bool:
