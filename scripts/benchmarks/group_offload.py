@@ -4,11 +4,11 @@
     python scripts/benchmarks/group_offload.py --config wan2.1-14b --reuse-host-memory
 
 The weights are random. A step runs with all weights on the GPU, and with block-level offloading on a stream.
-Offloading is enabled after the patch, or before it. The step without offloading is timed before these and after them,
-because a GPU slows down as it warms. ``record_stream=True`` spares the host a wait for the GPU after each block.
-diffusers moves the weights that are in no block to new memory of the host in each step, which may be slow to get. With
-``--reuse-host-memory`` PyTorch and glibc reuse it, by environment variables. The exit code is 1 if a step with
-offloading
+Offloading is enabled after the patch, or before it. The step without offloading is timed before the first of these and
+after it, because a GPU slows down as it warms. ``record_stream=True`` spares the host a wait for the GPU after each
+block. diffusers moves the weights that are in no block to new memory of the host in each step, which may be slow to
+get. With ``--reuse-host-memory`` PyTorch and glibc reuse it, by environment variables. The exit code is 1 if a step
+with offloading
 
 - peaks above 3.5 GiB,
 - leaves more than two blocks' weights on the GPU, or
@@ -33,7 +33,7 @@ from diffusers import WanTransformer3DModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 import turbo_rcm_patch as trp
-from scripts.benchmarks.memory_cap import empty_cache, random_latents, random_model
+from scripts.benchmarks.memory_cap import empty_cache, random_latents, with_random_weights
 from scripts.tools.pages.ops import group_offload_table
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **REUSED})
     device, case = torch.device("cuda"), CASES[options.config]
     config = {**case.transformer, "num_layers": options.layers or case.transformer["num_layers"]}
-    model = random_model(config)
+    model = with_random_weights(lambda: WanTransformer3DModel(**config), device)
     inputs = random_latents(model, case.frames, options.height, options.width, device)
     rows = list(measure_all(model, inputs, options.repeats, device))
     settings = {"config": options.config, "layers": len(model.blocks), "frames": case.frames}
@@ -75,41 +75,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_all(model: WanTransformer3DModel, inputs: tuple, repeats: int, device: torch.device) -> Iterator[dict]:
-    """Yield a row for each place of the weights."""
-    places = {RESIDENT: resident, AFTER: offloaded_after_the_patch, BEFORE: offloaded_before_the_patch}
-    measured = {place: [] for place in places}
-    for place in (*places, RESIDENT):
-        with places[place](model, device):
-            measured[place].append(measure(model, inputs, repeats))
-        empty_cache()  # else the host holds the pinned weights of two places
-    for place, runs in measured.items():
-        yield {"tier": TIER, "weights": place, **merged(runs)}
+    """Yield a row for each place of the weights. The model is on the device.
 
-
-@contextlib.contextmanager
-def resident(model: WanTransformer3DModel, device: torch.device) -> Iterator[None]:
-    """A context in which the model is patched, with all weights on the GPU."""
-    model.to(device)
+    One patch serves three turns, because a machine may take seconds to give memory for each new copy of the weights.
+    """
+    turns = []
     with trp.patch(model, TIER):
-        yield
-    model.to("cpu")
+        turns.append((RESIDENT, measure(model, inputs, repeats)))
+        with offloaded(model, device):
+            turns.append((AFTER, measure(model, inputs, repeats)))
+        model.to(device)
+        turns.append((RESIDENT, measure(model, inputs, repeats)))
+        model.to("cpu")
+    empty_cache()  # else the host holds the pinned weights of both turns
+    with offloaded(model, device), trp.patch(model, TIER):
+        turns.append((BEFORE, measure(model, inputs, repeats)))
+    for place in (RESIDENT, AFTER, BEFORE):
+        yield {"tier": TIER, "weights": place, **merged([run for name, run in turns if name == place])}
 
 
 @contextlib.contextmanager
-def offloaded_after_the_patch(model: WanTransformer3DModel, device: torch.device) -> Iterator[None]:
-    """A context in which the model is patched, and then offloads its blocks."""
-    with trp.patch(model, TIER):
-        offload(model, device)
-        yield
-    stop_streaming(model)
-
-
-@contextlib.contextmanager
-def offloaded_before_the_patch(model: WanTransformer3DModel, device: torch.device) -> Iterator[None]:
-    """A context in which the model offloads its blocks, and is then patched."""
+def offloaded(model: WanTransformer3DModel, device: torch.device) -> Iterator[None]:
+    """A context in which the model offloads its blocks. The weights are on the CPU afterwards."""
     offload(model, device)
-    with trp.patch(model, TIER):
-        yield
+    yield
     stop_streaming(model)
 
 
