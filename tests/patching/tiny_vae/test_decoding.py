@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from diffusers.video_processor import VideoProcessor
 
 import turbo_rcm_patch as trp
 from tests.patching.tiny_vae.published import KINDS, WIDTHS, latents, published_sample, tiny_file, vae_for
@@ -15,6 +16,7 @@ from tests.tiny_wan import frames_of, tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.verify import verify
+from turbo_rcm_patch.patching.families.vae.finished import marks_of
 from turbo_rcm_patch.patching.tiny_vae import network
 
 ROUNDING = 1e-5  # of some sixty layers in fp32
@@ -40,6 +42,27 @@ def test_frames_are_the_published_ones(tmp_path, monkeypatch, kind, frames):
         (alone,) = vae.decode(z, return_dict=False)
     for sample in (at_once, alone):
         assert relative_l2(sample, expected) < ROUNDING
+
+
+def test_the_frames_that_are_made_are_marked_before_later_ones(tmp_path, monkeypatch):
+    """Of two samples the first has all its frames at the first mark."""
+    vae, file = vae_for("taew2_1"), tiny_file(tmp_path)
+    made, z = latents(vae, 3)
+    expected = published_sample(file, "taew2_1", made)
+    assert len(z) == 2
+    marks = []
+
+    def mark(video, frames):
+        assert relative_l2(video[:, :, :frames], expected[:, :, :frames]) < ROUNDING
+        assert relative_l2(video[0], expected[0]) < ROUNDING
+        marks.append((video, frames))
+
+    monkeypatch.setattr("turbo_rcm_patch.patching.tiny_vae.decoding.mark_finished", mark)
+    monkeypatch.setattr("turbo_rcm_patch.patching.tiny_vae.decoding.WORKING_SET", 0)
+    with trp.use_tiny_vae(vae, file):
+        sample = vae.decode(z).sample
+    assert [frames for _, frames in marks] == [1, 5, 9] == [*range(1, sample.shape[2] + 1, 4)]
+    assert all(video is sample for video, _ in marks)
 
 
 def test_a_layer_that_makes_more_frames_gives_its_last_one(tmp_path):
@@ -217,3 +240,14 @@ def test_a_gpu_gives_the_published_frames_in_half_precision(tmp_path, monkeypatc
     with trp.use_tiny_vae(vae, file):
         sample = vae.decode(z.cuda()).sample
     assert relative_l2(sample, expected) < 0.01
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_first_frames_may_leave_early(tmp_path):
+    pipe = tiny_wan_pipeline()
+    _, z = latents(pipe.vae, batch=1)
+    with trp.patch(pipe), trp.use_tiny_vae(pipe, tiny_file(tmp_path)):
+        sample = pipe.vae.decode(z.cuda()).sample
+        assert [mark.frames for mark in marks_of(sample)][-1] == sample.shape[2]
+        expected = VideoProcessor.postprocess_video(pipe.video_processor, sample, "np")
+        assert (pipe.video_processor.postprocess_video(pipe.vae.decode(z.cuda()).sample, "np") == expected).all()

@@ -16,6 +16,7 @@ from ...plain import function_bound_to
 from ...wording import name_of_dtype, with_article
 from ..errors import PatchError
 from ..families.vae import is_vae
+from ..families.vae.finished import mark_finished
 from ..restoring import Handle
 from .network import EDGE, FIRST, GROWTH, TinyDecoder, layout_of, load
 
@@ -151,14 +152,16 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
     latents = ((z.float() - mean) / deviation).to(dtype).movedim(1, 2)  # as the transformer made them
     B, count, _, height, width = latents.shape
     shape = B, 3, count * GROWN, height * self.spatial_compression_ratio, width * self.spatial_compression_ratio
-    sample = z.new_empty(shape)
-    for video, result in zip(latents, sample, strict=True):
+    made = z.new_empty(shape)
+    sample = made[:, :, FIRST:]
+    for index, (video, result) in enumerate(zip(latents, made, strict=True), start=1):
         done, before = 0, {}
         for part in video.split(_at_once(network, video)):
             frames = network(part, before)
             result[:, done : done + len(frames)] = (frames * 2 - 1).movedim(1, 0)
             done += len(frames)
-    sample = sample[:, :, FIRST:]
+            if index == B:  # the other samples have all their frames
+                mark_finished(sample, done - FIRST)
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
