@@ -203,9 +203,9 @@ def measure(pipe: DiffusionPipeline, size: dict[str, int], repeats: int) -> dict
             start = time.perf_counter()
             with recorder.watching(pipe):
                 made = pipe(**inputs_of(pipe, size), **call_options(pipe, recorder))
-                outputs = [torch.as_tensor(made.frames)]
+                outputs = [torch.as_tensor(made.frames).cpu()]
                 if hasattr(made, "audio"):
-                    outputs.append(made.audio.cpu())  # else the GPU may still make it
+                    outputs.append(made.audio.cpu())
             videos.append(time.perf_counter() - start)
             steps += [later - earlier for earlier, later in itertools.pairwise(recorder.ends)]
             assert all(math.isfinite(output.float().mean()) for output in outputs)
@@ -288,7 +288,8 @@ def call_options(pipe: DiffusionPipeline, recorder: Recorder) -> dict[str, objec
     return {
         "num_inference_steps": recorder.steps,
         "max_sequence_length": tokens_of(pipe),
-        "output_type": "np",
+        # A plan counts the frames on the GPU while the sound is decoded, as `generate` leaves them there.
+        "output_type": "pt" if pipeline_of(pipe).has_sound else "np",
         "generator": torch.Generator("cpu").manual_seed(0),
         "callback_on_step_end": recorder,
     }
@@ -297,7 +298,7 @@ def call_options(pipe: DiffusionPipeline, recorder: Recorder) -> dict[str, objec
 def inputs_of(pipe: DiffusionPipeline, size: dict[str, int]) -> dict[str, object]:
     """Return a prompt, an image if the pipeline takes one, the size of the video, and what turns guidance off."""
     inputs = {"guidance_scale": 1.0, **family_of(pipe.transformer).inputs(pipe).more, "prompt": "a prompt", **size}
-    inputs.pop("prompt_attention_mask", None)  # of embeddings, which the tokenizer's takes the place of
+    inputs.pop("prompt_attention_mask", None)  # it goes with embeddings
     if "image" in inputs:
         inputs["image"] = Image.new("RGB", (size["width"], size["height"]), (200, 30, 30))
     return inputs
@@ -379,7 +380,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--text-encoder is of a tier; give --presets beside --rivals.")
     if stated_pipeline(CASES[options.config]).has_sound:
         # Offloading by blocks leaves these VAEs on the CPU: diffusers brings their blocks in forward alone, not in
-        # decode. By models the transformer exceeds a card, and by leaves the pinned weights exceed the host's memory.
+        # decode. By models the transformer must fit alone, with 38 GB. By leaves 67 GB of LTX-2 would be pinned.
         for option, is_given in {"--rivals": options.rivals, "--text-encoder": options.text_encoder}.items():
             if is_given:
                 parser.error(f"{option} is for Wan's models; --config is {options.config}.")
