@@ -34,10 +34,15 @@ class TimestepRuns(NamedTuple):
     values: torch.Tensor
     lengths: torch.Tensor
 
+    @classmethod
+    def of_lengths(cls, timestep: torch.Tensor, lengths: torch.Tensor) -> TimestepRuns:
+        """Return the runs of these lengths, none of which is 0, with the values that a timestep has there."""
+        return cls(timestep, timestep.flatten()[_starts(lengths)[:-1]], lengths)
+
     @property
     def starts(self) -> torch.Tensor:
         """The runs' first tokens and the number of all tokens, [R + 1] int32, as the kernels read them."""
-        return nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()
+        return _starts(self.lengths).int()
 
     def padded(self, count: int) -> TimestepRuns | None:
         """Return these runs with empty ones after them, so that there are `count`, or None if there are more."""
@@ -62,6 +67,10 @@ class TimestepRuns(NamedTuple):
         with torch.inference_mode(False), torch.no_grad():
             by_token = self.expand(rows)
         return by_token, TokenRuns.of(by_token, rows, self.starts)
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 class TokenRuns(NamedTuple):
@@ -106,6 +115,12 @@ def runs_ahead_of(shared: Shared, timestep: torch.Tensor) -> TimestepRuns | None
     """Return the runs that were found ahead of the forward of a timestep [B·S], or None."""
     ahead: Ahead | None = None if torch.compiler.is_compiling() else shared.timestep_runs
     return ahead.runs if ahead is not None and ahead.runs.are_of(timestep) else None  # other threads have other runs
+
+
+def runs_ahead_here(shared: Shared) -> TimestepRuns | None:
+    """Return the runs that were found ahead of the forward that this thread computes, or None."""
+    ahead: Ahead | None = shared.timestep_runs
+    return ahead.runs if ahead is not None and ahead.thread == threading.get_ident() else None
 
 
 def find_runs(timestep: torch.Tensor) -> TimestepRuns | None:
