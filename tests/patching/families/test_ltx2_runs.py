@@ -8,13 +8,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import turbo_rcm_patch as trp
+from scripts.tools.compile_without_gpu import MULTIPROCESSORS
 from tests.oracle import relative_error
 from tests.patching.pairs import in_one_tensor, output_of
 from tests.tiny_families import BATCH, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
 from turbo_rcm_patch.kernels import MAX_RUNS
+from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
+from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.ltx2 import EMBEDDERS
-from turbo_rcm_patch.patching.steps.plan import SHARED, state_of
+from turbo_rcm_patch.patching.families.ltx2.block import decide
+from turbo_rcm_patch.patching.families.ltx2.call import usual_call
+from turbo_rcm_patch.patching.steps.plan import SHARED, Call, active_backend, state_of
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 TOKENS = 18  # of a sample
@@ -388,6 +393,28 @@ def test_few_runs_are_as_many_as_the_kernels_take():
         with trp.patch(model, trp.Exact(**eager)):
             assert relative_error(output_of("ltx2", model, timestep=timestep), expected) <= EXACT.limits.fp32
             assert gates(model) == {(varies, varies, "sample")}
+
+
+def test_runs_take_the_kernels_that_a_gate_of_a_sample_takes():
+    """A gate of every token is what sm_90's GEMM refuses."""
+    case, kernels = CASES["ltx2-19b"], {}
+    with torch.device("meta"):
+        model = case.transformer_class(**{**case.transformer, "num_layers": 1}).to(torch.bfloat16)
+    trp.patch(model)
+    with meta_is_gpu((9, 0), MULTIPROCESSORS):
+        usual = usual_call(Call(trp.Exact(), torch.device("meta"), torch.bfloat16, None, active_backend()))
+        for gate in ("sample", "run", "token"):
+            call = usual._replace(stream=usual.stream._replace(gate=gate), gate_of_video=gate)
+            rows = decide(model.transformer_blocks[0], call).rows()
+            kernels[gate] = {(name, step): [part.kernel for part in parts] for name, step, parts in rows}
+    assert kernels["run"] == kernels["sample"]
+    others = [row for row in kernels["run"] if kernels["token"][row] != kernels["run"][row]]
+    assert [name for name, _ in others] == [
+        "video self_attention",
+        "audio-to-video cross_attention",
+        "video feed_forward",
+    ]
+    assert {kernel for row in others for kernel in kernels["token"][row]} == {"portable Triton (c_out per token)"}
 
 
 @pytest.mark.parametrize("crossed", [False, True])
