@@ -66,7 +66,8 @@ def embedder_forward(
         return type(self).forward(self, timestep, *options)
     rows, embedded = type(self).forward(self, runs.values, *options)
     temb, token_runs = runs.expand_for_blocks(rows)
-    made = () if shared.runs is None else (each for each in shared.runs.made if not each.storage.expired())
+    known: VideoRuns | None = shared.runs
+    made = () if known is None else (each for each in known.made if not each.storage.expired())
     shared.runs = VideoRuns(runs, _version(timestep), (*made, token_runs))
     return temb, runs.expand(embedded)
 
@@ -101,9 +102,10 @@ def _version(timestep: torch.Tensor) -> int | None:
 
 def runs_that_made(temb: torch.Tensor, x: torch.Tensor, shared: Shared) -> TokenRuns | None:
     """Return the runs that an embedder made a temb [B, S, n·C] of, for x [B, S, C], or None if it did not."""
-    if torch.compiler.is_compiling() or shared.runs is None or temb.shape[:2] != x.shape[:2]:
+    known: VideoRuns | None = None if torch.compiler.is_compiling() else shared.runs
+    if known is None or temb.shape[:2] != x.shape[:2]:
         return None
-    return next((runs for runs in shared.runs.made if runs.made(temb)), None)
+    return next((runs for runs in known.made if runs.made(temb)), None)
 
 
 def rows_of(table: torch.Tensor, temb: torch.Tensor, runs: TokenRuns | None = None) -> tuple[Row, ...]:
