@@ -1,9 +1,11 @@
 """LTX-2 with a timestep per token, as from an image: tokens with equal timesteps share their rows of modulation."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -218,6 +220,35 @@ def test_a_hook_inside_an_embedder_sees_every_token(path, part):
     assert seen == [BATCH * TOKENS] * 2
     ((own, crossed, _),) = gates(models[0])
     assert (own, crossed) == ("token" if path == "time_embed" else "run", "token" if "gate" in path else "run")
+
+
+def test_offloading_inside_an_embedder_is_no_user():
+    """Its hooks bring weights, and read no timesteps."""
+    model = tiny_family_transformer("ltx2", layers=1)
+    expected = output_of("ltx2", model, timestep=FIRST_FRAME)
+    trp.patch(model, trp.Exact(**eager))
+    for path in EMBEDDERS:
+        add_hook_to_module(model.get_submodule(f"{path}.linear"), ModelHook())
+    assert relative_error(output_of("ltx2", model, timestep=FIRST_FRAME), expected) <= EXACT.limits.fp32
+    assert gates(model) == {("run", "run", "sample")}
+
+
+@pytest.mark.parametrize("path", ["audio_time_embed", "av_cross_attn_video_a2v_gate", "transformer_blocks.0"])
+def test_a_call_in_another_thread_has_its_own_runs(path):
+    """It comes between two embedders, or between these and a block."""
+    model, between = tiny_family_transformer("ltx2", layers=1), []
+    expected = [output_of("ltx2", model, timestep=timestep) for timestep in (UNLIKE, FIRST_FRAME)]
+    trp.patch(model, trp.Exact(**eager))
+
+    def call_in_another_thread(*_):
+        hook.remove()
+        with ThreadPoolExecutor(1) as pool:
+            between.append(pool.submit(output_of, "ltx2", model, timestep=FIRST_FRAME).result())
+
+    hook = model.get_submodule(path).register_forward_pre_hook(call_in_another_thread)
+    outputs = output_of("ltx2", model, timestep=UNLIKE), *between
+    for ours, theirs in zip(outputs, expected, strict=True):
+        assert relative_error(ours, theirs) <= EXACT.limits.fp32
 
 
 def doubled_in_place(_, args, output):
