@@ -99,7 +99,7 @@ def _with_runs(transformer: LTX2VideoTransformer3DModel, inputs: Inputs) -> tupl
 def _compute(
     transformer: LTX2VideoTransformer3DModel, options: tuple[tuple[str, object], ...], *inputs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both streams of the class's own forward. inputs: TENSORS, and perhaps the lengths of its runs."""
+    """Return both streams of the class's own forward. inputs: TENSORS, perhaps then the lengths of runs."""
     tensors, lengths = dict(zip(TENSORS, inputs, strict=False)), inputs[len(TENSORS) :]
     runs = TimestepRuns.of_lengths(tensors["timestep"], *lengths) if lengths else None
     with with_runs_ahead(getattr(transformer, SHARED), runs):
