@@ -29,9 +29,9 @@ from tests.patching.tape import (
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.kernels import MAX_RUNS
 from turbo_rcm_patch.patching import cuda_graphs as graphs
+from turbo_rcm_patch.patching.families import token_runs
+from turbo_rcm_patch.patching.families.token_runs import TimestepRuns, with_runs_ahead
 from turbo_rcm_patch.patching.families.wan import graph as wan_graph
-from turbo_rcm_patch.patching.families.wan import modulation
-from turbo_rcm_patch.patching.families.wan.modulation import TimestepRuns, with_runs_ahead
 from turbo_rcm_patch.patching.steps.plan import SHARED, state_of
 
 TOKENS = 18
@@ -215,7 +215,7 @@ def test_the_runs_of_another_forward_are_not_taken(tape, monkeypatch):
     expected = run(model, inputs)
     timestep = torch.full((1, TOKENS), 5.0)
     others = TimestepRuns(timestep, torch.tensor([5.0]), torch.tensor([TOKENS]))
-    monkeypatch.setattr(modulation, "why_not_recorded", lambda _: "capture under way")
+    monkeypatch.setattr(token_runs, "why_not_recorded", lambda _: "capture under way")
     monkeypatch.setattr(graphs, "why_not_recorded", lambda _: "capture under way")
     with with_runs_ahead(shared(model), others), torch.no_grad():
         output = type(model).forward(model, **inputs)[0]

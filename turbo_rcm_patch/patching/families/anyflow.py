@@ -38,9 +38,10 @@ from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
 from .family import Family, Targets
+from .token_runs import TokenRuns
 from .wan import sizes as wan_sizes
 from .wan.block import WanBlock
-from .wan.modulation import TokenRuns, modulation
+from .wan.modulation import modulation
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.sub_layers import Inputs

@@ -26,9 +26,10 @@ from ..cuda_graphs import why_not_recorded
 from ..steps.layers import Tables
 from ..steps.plan import Shared, state_of
 from .family import Family
+from .token_runs import Row, TokenRuns
 from .wan import sizes as wan_sizes
 from .wan.block import WanBlock
-from .wan.modulation import Row, TokenRuns, modulation
+from .wan.modulation import modulation
 from .wan.names import WAN_NAMES
 from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.sub_layers import Inputs

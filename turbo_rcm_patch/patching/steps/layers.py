@@ -108,11 +108,11 @@ def _as_quantized(run, *inputs):
 def _layer_norm_by_module(norm, stored, dtype, x, scale=None, shift=None):
     y = _by_row(norm(stored.as_meant(x, torch.float32)), x)
     if scale is not None:
-        y = y * (1 + _by_token(scale, x)) + _by_token(shift, x)
+        y = y * (1 + by_token(scale, x)) + by_token(shift, x)
     return y.to(dtype)
 
 
-def _by_token(row, x):
+def by_token(row: torch.Tensor | Runs | float, x: torch.Tensor) -> torch.Tensor | float:
     """Return a row of modulation [B, 1|S, C] for x [B, S, C]. A row for runs of tokens is expanded to every token."""
     return reference.by_token(*row, *x.shape[:2]) if isinstance(row, Runs) else row
 

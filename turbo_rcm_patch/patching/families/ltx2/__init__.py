@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
 from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2AdaLayerNormSingle,
     LTX2Attention,
     LTX2AudioVideoAttnProcessor,
     LTX2VideoTransformer3DModel,
@@ -24,6 +25,7 @@ from torch import nn
 
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
+from ...journal import slot_below_hooks
 from ...steps.context_parallel import only_shares_tokens
 from ...steps.plan import Shared
 from ...steps.sparse_linear import SparseForm
@@ -38,6 +40,7 @@ from .from_files import from_files
 from .graph import GRAPHED, transformer_forward
 from .masks import MASKS, SeenMasks
 from .measured import MODULES, self_attention_qkv, sub_layer_terms
+from .modulation import embedder_forward, time_embed_forward
 from .names import LTX2_NAMES
 from .random_weights import RANDOM_WEIGHTS
 from .rope import rotate
@@ -63,12 +66,28 @@ LINEARS = {
 LINEARS["feed_forward"] = tuple(f"{ff}.{name}" for ff in ("ff", "audio_ff") for name in ("net.0.proj", "net.2"))
 
 
+# The embedders of the video's timesteps, with their forwards.
+EMBEDDERS = {
+    "time_embed": time_embed_forward,
+    "av_cross_attn_video_scale_shift": embedder_forward,
+    "av_cross_attn_video_a2v_gate": embedder_forward,
+}
+
+
 def _more(transformer: LTX2VideoTransformer3DModel, config: PatchConfig) -> Targets:
+    embedders = ((path, transformer.get_submodule(path), forward) for path, forward in EMBEDDERS.items())
+    embedders = [target for target in embedders if _takes_forward(target[1])]
     # Under a hook, such as model offloading, that holds the old forward, masks are not left out, and the model goes
     # without graphs.
     if hook_in_place_of_forward(transformer) and not only_shares_tokens(transformer):
-        return []
-    return [("", transformer, transformer_forward)]
+        return embedders
+    return [("", transformer, transformer_forward), *embedders]
+
+
+def _takes_forward(embedder: nn.Module) -> bool:
+    """True if an embedder is diffusers' own, and no hook holds its old forward. Others run as they are."""
+    is_free = not hook_in_place_of_forward(embedder) or slot_below_hooks(embedder) is not None
+    return type(embedder) is LTX2AdaLayerNormSingle and is_free
 
 
 def _attributes(transformer: LTX2VideoTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:

@@ -22,6 +22,7 @@ from ...steps import in_8_bits
 from ...steps.attention import attention, why_not_quantized_attention
 from ...steps.layers import (
     FEW_TOKENS,
+    by_token,
     head_norm,
     kv_projection,
     layer_norm_by_module,
@@ -34,6 +35,7 @@ from ...steps.layers import (
 from ...steps.plan import MODULE, Call, Step
 from ...steps.sparse_linear import attention as sparse_attention
 from ...steps.sparse_linear import is_sparse
+from ..token_runs import Row
 from ..wan.block import quantized_attention, quantized_attention_between_all_to_alls, wide_attention
 from .call import LTX2Call, Norm, Place, Prompt, norm_of
 from .rope import SPLIT
@@ -232,9 +234,9 @@ def _head_norms(attn: nn.Module, call: Call) -> tuple[Step, Step]:
     return tuple(norms)
 
 
-def _modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+def _modulate(x: torch.Tensor, scale: Row, shift: Row) -> torch.Tensor:
     """Modulate a prompt or a normed stream, as LTX2VideoTransformerBlock does. The result has its dtype."""
-    return (x * (1 + scale) + shift).to(x.dtype)
+    return (x * (1 + by_token(scale, x)) + by_token(shift, x)).to(x.dtype)
 
 
 def _head_gates(attn: nn.Module) -> Step | None:

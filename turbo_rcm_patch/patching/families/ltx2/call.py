@@ -34,8 +34,8 @@ class LTX2Call(NamedTuple):
     """One kind of call of an LTX-2 block.
 
     stream, audio: of the video and of the audio. prompt, audio_prompt: what they attend to.
-    gate_of_video, gate_of_audio: what has a row of the gate of the attention from the other stream: "sample" or
-        "token", or None if that attention does not run.
+    gate_of_video, gate_of_audio: what has a row of the gate of the attention from the other stream: "sample", "token"
+        or "run", or None if that attention does not run.
     masked: the sub-layers whose attention has a mask.
     whole: (sub-layer, reason) of those whose inputs need their module to be called as a whole.
     """

@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 
+from ....kernels import Runs
 from ....plain import is_autocast
 from ...steps.plan import Stream, call_of, state_of
 from ...steps.residual import warn_of_saturation
 from ..ahead import compile_ahead, is_due
+from ..token_runs import gate_varies_by
 from .block import decide
 from .call import NEEDS_PERTURBATION, LTX2Call, Prompt
 from .modulation import prompt_rows, rows_between_streams, stream_rows
@@ -71,19 +73,21 @@ def block_forward(
 def block_inputs(block: LTX2VideoTransformerBlock, *args: object, **kwargs: object) -> Inputs:
     """Return what the plan runs on, for the arguments of the block's forward."""
     given = Arguments(*args, **kwargs)
-    x, audio = given.hidden_states, given.audio_hidden_states
-    video_self, video_ff, video_text = stream_rows(block.scale_shift_table, given.temb)
-    audio_self, audio_ff, audio_text = stream_rows(block.audio_scale_shift_table, given.temb_audio)
+    x, audio, shared = given.hidden_states, given.audio_hidden_states, state_of(block).shared
+    video_self, video_ff, video_text = stream_rows(block.scale_shift_table, given.temb, x, shared)
+    audio_self, audio_ff, audio_text = stream_rows(block.audio_scale_shift_table, given.temb_audio, audio, shared)
     prompt = audio_prompt = NO_MODULATION
     if block.cross_attn_adaln:
         prompt = prompt_rows(block.prompt_scale_shift_table, given.temb_prompt, x)
         audio_prompt = prompt_rows(block.audio_prompt_scale_shift_table, given.temb_prompt_audio, audio)
     tables = block.video_a2v_cross_attn_scale_shift_table, block.audio_a2v_cross_attn_scale_shift_table
-    a2v, v2a = rows_between_streams(tables[0], given.temb_ca_scale_shift, given.temb_ca_gate)
-    audio_a2v, audio_v2a = rows_between_streams(tables[1], given.temb_ca_audio_scale_shift, given.temb_ca_audio_gate)
+    between = given.temb_ca_scale_shift, given.temb_ca_gate, x, shared
+    a2v, v2a = rows_between_streams(tables[0], *between)
+    between = given.temb_ca_audio_scale_shift, given.temb_ca_audio_gate, audio, shared
+    audio_a2v, audio_v2a = rows_between_streams(tables[1], *between)
     perturbed = {"perturbation_mask": given.perturbation_mask, "all_perturbed": given.all_perturbed}
     perturbed = perturbed if block.perturbed_attn else None
-    between = given.ca_video_rotary_emb, given.ca_audio_rotary_emb
+    rotary = given.ca_video_rotary_emb, given.ca_audio_rotary_emb
     video, sound = (given.video_rotary_emb,), (given.audio_rotary_emb,)
     masks = given.self_attention_mask, given.audio_self_attention_mask
     masks_between = given.a2v_cross_attention_mask, given.v2a_cross_attention_mask
@@ -96,8 +100,8 @@ def block_inputs(block: LTX2VideoTransformerBlock, *args: object, **kwargs: obje
         _given(block.audio_attn1, audio_self, sound, masks[1], audio, beside=perturbed),
         Given(video_text, prompt, mask=given.encoder_attention_mask),
         Given(audio_text, audio_prompt, mask=given.audio_encoder_attention_mask),
-        _given(block.audio_to_video_attn, a2v, between, masks_between[0], x, audio, audio_a2v),
-        _given(block.video_to_audio_attn, audio_v2a, between[::-1], masks_between[1], audio, x, v2a),
+        _given(block.audio_to_video_attn, a2v, rotary, masks_between[0], x, audio, audio_a2v),
+        _given(block.video_to_audio_attn, audio_v2a, rotary[::-1], masks_between[1], audio, x, v2a),
         Given(video_ff),
         Given(audio_ff),
     )
@@ -146,19 +150,16 @@ def run_block(block: LTX2VideoTransformerBlock, given: Arguments, inputs: Inputs
 def _call_of(block: LTX2VideoTransformerBlock, given: Arguments, inputs: Inputs) -> LTX2Call:
     x, audio = inputs.x, inputs.audio
     sub_layers = [(name, getattr(inputs, name)) for name, _, group in SUB_LAYERS if group != "feed_forward"]
-    rows = (inputs.video_self.own.gate, inputs.audio_self.own.gate)
+    gates = (inputs.video_self.own.gate, inputs.audio_self.own.gate)
+    rows = (gate.values if isinstance(gate, Runs) else gate for gate in gates)
     return LTX2Call(
         call_of(state_of(block), block, x, audio, inputs.context, inputs.audio_context, *rows),
-        Stream(x.shape[0], x.shape[0] * x.shape[1], _gate_varies_by(inputs.video_self)),
-        Stream(audio.shape[0], audio.shape[0] * audio.shape[1], _gate_varies_by(inputs.audio_self)),
+        Stream(x.shape[0], x.shape[0] * x.shape[1], gate_varies_by(gates[0])),
+        Stream(audio.shape[0], audio.shape[0] * audio.shape[1], gate_varies_by(gates[1])),
         Prompt(*inputs.context.shape[:2]),
         Prompt(*inputs.audio_context.shape[:2]),
-        _gate_varies_by(inputs.audio_to_video) if given.use_a2v_cross_attention else None,
-        _gate_varies_by(inputs.video_to_audio) if given.use_v2a_cross_attention else None,
+        gate_varies_by(inputs.audio_to_video.own.gate) if given.use_a2v_cross_attention else None,
+        gate_varies_by(inputs.video_to_audio.own.gate) if given.use_v2a_cross_attention else None,
         tuple(name for name, one in sub_layers if one.mask is not None),
         tuple((name, one.why_whole) for name, one in sub_layers if one.why_whole is not None),
     )
-
-
-def _gate_varies_by(given: Given) -> str:
-    return "token" if given.own.gate.shape[1] > 1 else "sample"

@@ -16,12 +16,15 @@ from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutpu
 from ....config import PatchConfig
 from ...cuda_graphs import Inputs
 from ...steps.context_parallel import ranks_of
+from ...steps.plan import SHARED
 from ..family import graph_of
 from ..graphs import Graphed
+from ..token_runs import TimestepRuns, with_runs_ahead
 from ..wan.graph import MOST_FLOPS_PER_BLOCK as MOST_OF_WAN
 from ..wan.graph import flops_of, is_more
 from .call import TOPK
 from .masks import leave_out_masks
+from .modulation import runs_ahead
 from .repeatable import why_not_repeatable
 
 MOST_FLOPS_PER_BLOCK = 3 * MOST_OF_WAN  # launching takes three times as long
@@ -31,6 +34,7 @@ TENSORS = (
     *("timestep", "audio_timestep", "sigma", "audio_sigma", "video_coords", "audio_coords"),
     *("encoder_attention_mask", "audio_encoder_attention_mask", "video_self_attention_mask", "video_keyframes_mask"),
 )
+TIMESTEP = TENSORS.index("timestep")
 # Arguments that a graph cannot have, with the reasons.
 REFUSED = {
     "attention_kwargs": "attention_kwargs",
@@ -56,7 +60,8 @@ def transformer_forward(
         # Pass keywords: diffusers' decorator around the class's forward reads a LoRA's scale only from keywords.
         return type(self).forward(self, **arguments)
     others = {name: value for name, value in arguments.items() if name not in (*TENSORS, *REFUSED, "return_dict")}
-    video, audio = graph.run(inputs, tuple(others.items()))
+    inputs, reason = _with_runs(self, inputs)
+    video, audio = graph.run(inputs, tuple(others.items()), reason)
     if not arguments.get("return_dict", True):
         return video, audio
     return AudioVisualModelOutput(sample=video, audio_sample=audio)
@@ -69,14 +74,36 @@ def _why_not_call(arguments: Mapping[str, object]) -> str | None:
         return reason
     if arguments.get("video_coords") is None or arguments.get("audio_coords") is None:
         return "no coordinates"  # the model makes them with copies from the CPU
+    sigmas = (sigma for sigma in map(arguments.get, ("sigma", "audio_sigma")) if sigma is not None)
+    if any(sigma.numel() > len(arguments["hidden_states"]) for sigma in sigmas):
+        return "sigmas per token"  # which may have other runs than the timesteps per token
     return None
+
+
+def _with_runs(transformer: LTX2VideoTransformer3DModel, inputs: Inputs) -> tuple[Inputs, str | None]:
+    """Return inputs with a contiguous timestep [B, S], and after them the lengths [R] of its runs if these are few.
+
+    Other inputs are returned as they are. If several GPUs share the tokens, also return why they make no graph.
+    """
+    latents, timestep = inputs[0], inputs[TIMESTEP]
+    if timestep is None or timestep.numel() == len(latents):
+        return inputs, None
+    if ranks_of(transformer._parallel_config) > 1:
+        return inputs, "timesteps per token on several GPUs"
+    runs = runs_ahead(transformer.time_embed, timestep, len(latents))
+    if runs is None:
+        return inputs, None
+    return (*inputs[:TIMESTEP], runs.timestep, *inputs[TIMESTEP + 1 :], runs.lengths), None
 
 
 def _compute(
     transformer: LTX2VideoTransformer3DModel, options: tuple[tuple[str, object], ...], *inputs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = dict(zip(TENSORS, inputs, strict=True))
-    return type(transformer).forward(transformer, **tensors, **dict(options), return_dict=False)
+    """Return both streams of the class's own forward. inputs: TENSORS, perhaps then the lengths of runs."""
+    tensors, lengths = dict(zip(TENSORS, inputs, strict=False)), inputs[len(TENSORS) :]
+    runs = TimestepRuns.of_lengths(tensors["timestep"], *lengths) if lengths else None
+    with with_runs_ahead(getattr(transformer, SHARED), runs):
+        return type(transformer).forward(transformer, **tensors, **dict(options), return_dict=False)
 
 
 def _is_large(transformer: LTX2VideoTransformer3DModel, inputs: Inputs, config: PatchConfig) -> bool:

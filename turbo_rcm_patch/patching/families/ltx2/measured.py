@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from ...steps.layers import by_token
 from ...steps.residual import Storage
 from ..family import Outputs
 from ..wan.measured import on_the_norm_of
@@ -46,7 +47,8 @@ def sub_layer_terms(
         if not seen and name in BETWEEN:
             seen["audio_to_video"], seen["video_to_audio"] = plan.seen_between(*map(_stored, kept, plan.residual))
             sources["video_to_audio"], sources["audio_to_video"] = seen["audio_to_video"], seen["video_to_audio"]
-        added = (1.0 if given.own.gate is None else given.own.gate) * outputs[MODULES[name]].view(kept[own].shape)
+        gate = 1.0 if given.own.gate is None else by_token(given.own.gate, kept[own])
+        added = gate * outputs[MODULES[name]].view(kept[own].shape)
         if not isinstance(sub_layer, Whole):
             held = plan.residual[own]
             stored = (inputs.x, inputs.audio)[own] if name in FIRST else _stored(kept[own], held)

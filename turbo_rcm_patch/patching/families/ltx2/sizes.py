@@ -46,11 +46,11 @@ def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
 def bytes_with_timesteps(config: Mapping[str, object], wide: int, table: int, block: int) -> tuple[int, int]:
     """Return the bytes per token in a block if each token has its own timestep, and 0: less is alive after the blocks.
 
-    Beside the block's tensors these are the time embedding, its projections for the block and between the streams, and
-    the block's rows of modulation, of the same sizes.
+    Beside the block's tensors these are the time embedding and its projections for the block and between the streams.
+    Tokens with equal timesteps share their rows of modulation in a block.
     """
     C, _ = _widths(config)
-    return block + wide * C * (1 + 2 * _rows(config)), 0
+    return block + wide * C * (1 + _rows(config)), 0
 
 
 def unpatched_bytes_per_token(config: Mapping[str, object], wide: int, lora: int, own_timesteps: bool) -> int:

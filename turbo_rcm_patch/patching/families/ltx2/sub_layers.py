@@ -15,6 +15,7 @@ import torch
 from ...steps.layers import Tables
 from ...steps.plan import Attends, Step
 from ...steps.residual import Storage
+from ..token_runs import Row
 
 Rows = Iterator[tuple[str, tuple[Step, ...]]]  # the name of a step, and what it consists of
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, as diffusers gives them (rope.py)
@@ -33,11 +34,11 @@ SUB_LAYERS = (
 
 
 class Modulation(NamedTuple):
-    """Rows of modulation of a stream, each [B, 1|S, C], or None for those that a sub-layer does not have."""
+    """Rows of modulation of a stream, each [B, 1|S, C] or by runs of tokens. A sub-layer may lack some."""
 
-    shift: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
-    gate: torch.Tensor | None = None
+    shift: Row | None = None
+    scale: Row | None = None
+    gate: Row | None = None
 
 
 NO_MODULATION = Modulation()

@@ -13,8 +13,9 @@ from ....plain import is_autocast
 from ...steps.plan import Stream, call_of, state_of
 from ...steps.residual import warn_of_saturation
 from ..ahead import compile_ahead, is_due
+from ..token_runs import gate_varies_by
 from .block import WanBlock, WanCall, angles, call_cross_attention, call_self_attention, is_shared
-from .modulation import gate_varies_by, modulation
+from .modulation import modulation
 from .repeatable import why_not_repeatable
 from .sub_layers import Inputs, Rotary
 

@@ -17,8 +17,9 @@ from ...steps.context_parallel import ranks_of
 from ...steps.plan import SHARED
 from ..family import graph_of
 from ..graphs import Graphed
+from ..token_runs import TimestepRuns, with_runs_ahead
 from .forward import wan_block
-from .modulation import TimestepRuns, runs_ahead, with_runs_ahead
+from .modulation import runs_ahead
 from .repeatable import why_not_repeatable
 
 # Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time). In this time the GPU does

@@ -9,12 +9,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .... import kernels
-from ....kernels import reference
+from ...steps.layers import by_token
 from ...steps.sparse_linear import rotate
 from ..family import Outputs
 from .block import WanBlock
-from .modulation import Row
 from .sub_layers import BlockPlan, Inputs, Whole
 
 MODULES = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward": "ffn"}
@@ -40,7 +38,7 @@ def sub_layer_terms(
         sub_layer = getattr(plan, name)
         skipped = inputs.skipped if name == "cross_attention" else 0
         output = outputs[module].view(x.shape[0], x.shape[1] - skipped, x.shape[2])
-        added = _by_token(gates[name], x) * nn.functional.pad(output, (0, 0, skipped, 0))
+        added = by_token(gates[name], x) * nn.functional.pad(output, (0, 0, skipped, 0))
         if not isinstance(sub_layer, Whole):
             stored = x if name == "self_attention" else (kept / plan.residual.scale).to(plan.residual.dtype)
             stored = stored[:, skipped:].contiguous()
@@ -67,8 +65,3 @@ def self_attention_qkv(
     call = inspect.signature(type(oracle).forward).bind(oracle, *args, **kwargs)
     cos, sin = kind.angles(call.arguments["rotary_emb"])
     return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-def _by_token(gate: Row | float, x: torch.Tensor) -> torch.Tensor | float:
-    """Return a gate of runs of tokens for each token, other gates as they are."""
-    return reference.by_token(*gate, *x.shape[:2]) if isinstance(gate, kernels.Runs) else gate

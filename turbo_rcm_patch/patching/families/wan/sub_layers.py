@@ -15,7 +15,7 @@ import torch
 from ...steps.layers import Tables
 from ...steps.plan import Attends, Step
 from ...steps.residual import Storage
-from .modulation import Row
+from ..token_runs import Row
 
 # Attention takes the last 512 tokens of the context as text and those before them as image.
 TEXT_TOKENS = 512
