@@ -51,7 +51,7 @@ LARGE_5B = ("--height", "704", "--width", "1280", "--frames", "121")
 LTX2_512P = ("--height", "512", "--width", "768", "--frames", "121")
 GROUP_OFFLOAD = ("scripts/benchmarks/group_offload.py",)
 EXCHANGE = ("scripts/benchmarks/exchange.py",)
-LTX2 = (*END_TO_END, "ltx2-19b")
+LTX2, LTX2_IMAGE = (*END_TO_END, "ltx2-19b"), (*END_TO_END, "ltx2-19b-image")
 EIGHT_LAYERS = ("--layers", "8", *THRICE)
 AT_1024P = ("--height", "1024", "--width", "1792")
 SANITIZERS = ("memcheck", "racecheck")
@@ -107,6 +107,7 @@ def _ltx2() -> dict[str, tuple[str, ...]]:
         **steps,
         "ltx2-19b-8-layers": (*LTX2, *EIGHT_LAYERS, "--preset", "exact", "quantized", "sparse"),
         "ltx2-19b-8-layers-1024p": (*LTX2, *EIGHT_LAYERS, *AT_1024P, "--preset", *ENDINGS),
+        "ltx2-19b-8-layers-image": (*LTX2_IMAGE, *EIGHT_LAYERS, "--preset", "exact", "quantized", "sparse"),
         "ltx2-19b-sound": ("scripts/benchmarks/sound.py", "--layers", "8"),
         "ltx2-19b-sparse": (*LTX2, "--decode", "--repeats", "2", *SPARSE),
         "ltx2-19b-1024p-sparse": (*LTX2, *AT_1024P, "--decode", "--repeats", "1", *SPARSE),

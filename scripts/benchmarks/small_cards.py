@@ -27,7 +27,7 @@ from pathlib import Path
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as `generate --vram` does
 
 import torch
-from diffusers import DiffusionPipeline, WanImageToVideoPipeline
+from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import nn
 from transformers import CLIPImageProcessor
@@ -253,7 +253,7 @@ class Recorder:
         """A context in which a pipeline's models mark the ends of their stages. Its end is that of the last one."""
 
         def before_steps(*_: object) -> None:
-            if not self.ends and isinstance(pipe, WanImageToVideoPipeline):
+            if not self.ends and "image" in family_of(pipe.transformer).inputs(pipe).more:
                 self.mark("VAE encoding")
 
         hooks = [pipe.transformer.register_forward_pre_hook(before_steps)]

@@ -16,6 +16,7 @@ from turbo_rcm_patch.bench.cases import (
     build_pipeline,
     install_few_steps,
     needs_projections,
+    random_inputs,
     structured_inputs,
 )
 from turbo_rcm_patch.bench.compare import compare
@@ -24,9 +25,10 @@ from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.cli.sizes import size_rules
 from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.memory.empty_models import facts_of_source
 from turbo_rcm_patch.patching.families import CASES
 
-REAL, TINY = CASES["ltx2-19b"], CASES["tiny-ltx2"]
+REAL, TINY, FROM_IMAGE = CASES["ltx2-19b"], CASES["tiny-ltx2"], CASES["tiny-ltx2-image"]
 SIZE = {"height": TINY.height, "width": TINY.width, "num_frames": 49}  # 51 audio tokens
 
 
@@ -98,9 +100,29 @@ def test_structure_has_outlying_channels_that_modulation_divides():
     assert (seen["normed"] < 4 * seen["normed"].median()).all()
 
 
+@pytest.mark.parametrize("inputs", [random_inputs, call])
+def test_from_an_image_the_first_frame_has_a_timestep_of_its_own(inputs):
+    """All but one frame are noise, and the tokens of a frame follow each other."""
+    pipe = tiny_pipeline(case=FROM_IMAGE)
+    given = {**inputs(pipe), **SIZE, "num_inference_steps": 1, "output_type": "latent"}
+    _, kwargs = first_call(pipe.transformer, lambda: pipe(**given))
+    batch, tokens, _ = kwargs["hidden_states"].shape
+    in_a_frame = (SIZE["height"] // 16) * (SIZE["width"] // 16)
+    assert kwargs["timestep"].shape == (batch, tokens)
+    assert (kwargs["timestep"][:, :in_a_frame] == 0).all()
+    assert (kwargs["timestep"][:, in_a_frame:] > 0).all()
+    assert kwargs["audio_timestep"].shape == (batch,)
+
+
+def test_a_plan_from_an_image_counts_its_encoding():
+    facts = [facts_of_source(name) for name in ("ltx2-19b", "ltx2-19b-image")]
+    assert [fact["own_timesteps"] for fact in facts] == [False, True]
+
+
+@pytest.mark.parametrize("case", [TINY, FROM_IMAGE])
 @pytest.mark.parametrize("preset", ["exact", "sparse"])  # test_verify_families.py verifies its blocks in every tier
-def test_verify_passes(preset):
-    pipe = tiny_pipeline(torch.bfloat16)
+def test_verify_passes(preset, case):
+    pipe = tiny_pipeline(torch.bfloat16, case)
     assert not needs_projections(pipe)
     verification = verify(pipe, call(pipe), config=PRESETS[preset])
     assert verification.ok, verification_table(verification)

@@ -46,7 +46,8 @@ def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dic
 def facts_of_source(source: str | Path) -> dict[str, bool]:
     """Return `facts_of_class` for the pipeline that `empty_models` takes the models of."""
     if (case := _case_of(source)) is not None:
-        return {"own_timesteps": case.expand_timesteps}
+        class_names = " ".join(base.__name__ for base in case.pipeline_class.__mro__)
+        return facts_of_class(class_names, case.pipeline_options)
     index = _index(Path(source))
     return facts_of_class(str(index.get("_class_name")), index)
 

@@ -9,6 +9,7 @@ from diffusers import (
     AutoencoderKLLTX2Audio,
     AutoencoderKLLTX2Video,
     FlowMatchEulerDiscreteScheduler,
+    LTX2ImageToVideoPipeline,
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
 )
@@ -26,13 +27,16 @@ SCHEDULER = partial(
     base_image_seq_len=1024,
     max_image_seq_len=4096,
 )  # LTX-2's own has a shift_terminal too, with which a single step has no time
-_from_text = partial(
-    Case,
-    LTX2VideoTransformer3DModel,
-    LTX2Pipeline,
-    AutoencoderKLLTX2Video,
-    scheduler=SCHEDULER,
-    stand_ins={"connectors": NoConnectors},  # the real ones have 1.4e9 weights, and nothing of theirs is measured
+_from_text, _from_image = (
+    partial(
+        Case,
+        LTX2VideoTransformer3DModel,
+        pipeline_class,
+        AutoencoderKLLTX2Video,
+        scheduler=SCHEDULER,
+        stand_ins={"connectors": NoConnectors},  # the real ones have 1.4e9 weights, and nothing of theirs is measured
+    )
+    for pipeline_class in (LTX2Pipeline, LTX2ImageToVideoPipeline)
 )
 
 # LTX-2 19B, in full where other code reads the configs; what is left out has diffusers' default, which is LTX-2.0's.
@@ -130,7 +134,11 @@ def _beside(audio_vae: Mapping[str, object], vocoder: Mapping[str, object]) -> d
     }
 
 
+_real = {"vae": VAE, "encoders": TEXT, "others": _beside({}, {})}
+_tiny = {"vae": TINY_VAE, "others": _beside(TINY_AUDIO_VAE, TINY_VOCODER)}
 CASES = {
-    "ltx2-19b": _from_text(LTX2_19B, 512, 768, 121, vae=VAE, encoders=TEXT, others=_beside({}, {})),
-    "tiny-ltx2": _from_text(TINY, 64, 96, 5, vae=TINY_VAE, others=_beside(TINY_AUDIO_VAE, TINY_VOCODER)),
+    "ltx2-19b": _from_text(LTX2_19B, 512, 768, 121, **_real),
+    "ltx2-19b-image": _from_image(LTX2_19B, 512, 768, 121, **_real),
+    "tiny-ltx2": _from_text(TINY, 64, 96, 5, **_tiny),
+    "tiny-ltx2-image": _from_image(TINY, 64, 96, 5, **_tiny),
 }

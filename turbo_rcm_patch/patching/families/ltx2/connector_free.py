@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from diffusers import ConfigMixin, LTX2Pipeline, ModelMixin
+from diffusers import ConfigMixin, LTX2ImageToVideoPipeline, LTX2Pipeline, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from PIL import Image
 
 from ..family import PipelineInputs
 from .call import FRAME_RATE, TEXT_TOKENS
@@ -33,8 +34,12 @@ class NoConnectors(ModelMixin, ConfigMixin):
         return prompt, prompt, mask
 
 
-def pipeline_inputs(pipe: LTX2Pipeline) -> PipelineInputs:
-    """Return the sizes of prompts and of both streams' latents. A prompt's mask hides nothing, as after connectors."""
+def pipeline_inputs(pipe: LTX2Pipeline | LTX2ImageToVideoPipeline) -> PipelineInputs:
+    """Return the sizes of prompts and of both streams' latents, and a picture for a pipeline that requires one.
+
+    A prompt's mask hides nothing, as after connectors. The picture is not compressed first, for which diffusers needs
+    PyAV.
+    """
     audio = pipe.audio_vae
 
     def latents(height: int, width: int, frames: int) -> Mapping[str, tuple[int, ...]]:
@@ -49,4 +54,6 @@ def pipeline_inputs(pipe: LTX2Pipeline) -> PipelineInputs:
 
     device, mask = pipe.transformer.device, torch.ones(1, TEXT_TOKENS, dtype=torch.long)
     more = {"prompt_attention_mask": mask.to(device), "frame_rate": float(FRAME_RATE), **WITHOUT_GUIDANCE}
+    if isinstance(pipe, LTX2ImageToVideoPipeline):
+        more |= {"image": Image.new("RGB", (64, 64)), "image_crf": 0}
     return PipelineInputs((TEXT_TOKENS, pipe.transformer.config.caption_channels), latents, more)
