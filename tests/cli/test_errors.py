@@ -146,6 +146,14 @@ def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, nothing_runs):
     assert "--frames 13 is not 8k+1" in error_of(capsys, *model, "--frames", "13")
 
 
+def test_a_vae_that_keeps_all_frames_takes_any_number_of_them():
+    """The error was that 5 frames are not 1k+1, and to try 5."""
+    rules = size_rules({"scale_factor_temporal": 1}, {})
+    rules.check(None, None, 5)
+    with pytest.raises(CommandError, match="^--frames 0 is not 1k.1; try 1.$"):
+        rules.check(None, None, 0)
+
+
 def test_the_largest_size_follows_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(commands, "run", lambda arguments: 0)
     model = ["verify", "--model", folder_of(tmp_path, patch_size=[2, 2, 1], rope_max_seq_len=9)]
