@@ -97,6 +97,8 @@ def test_a_prompt_without_quotes(capsys):
         ("compare x --fps 8 y", "--fps 8 y"),
         ("info foo", "foo"),
         ("convert a b c", "c"),
+        ("evaluate --n 64", "--n 64"),
+        ("compare x --vid out.mp4", "--vid out.mp4"),
     ],
 )
 def test_an_unknown_option_names_the_commands_help(capsys, given, unknown):
