@@ -1,11 +1,13 @@
 """Time whole pipelines, prompt to frames, within a cap on the GPU's memory, beside the same without a cap.
 
     python scripts/benchmarks/small_cards.py --config wan2.1-1.3b --vram 6GB --json cards.json
+    python scripts/benchmarks/small_cards.py --config ltx2-19b --vram 24GB --height 512 --width 768 --frames 121
 
-The weights are random, with Wan's own encoders at their real sizes, and the prompt is random tokens. `trp.fit` plans
-for the card; torch may then allocate no more than the card has, less what CUDA itself takes. The predicted peaks of the
-plan stand beside the measured ones. With --rivals unpatched diffusers runs instead, with its own offloading, in bf16;
-its VAE works in tiles where whole frames do not fit. With --presets too, both run. Exits with 1 if a tier does not fit.
+The weights are random, with the model's own encoders at their real sizes, and the prompt is random tokens. LTX-2 makes
+sound too. `trp.fit` plans for the card; torch may then allocate no more than the card has, less what CUDA itself takes.
+The predicted peaks of the plan stand beside the measured ones. With --rivals unpatched diffusers runs instead, with its
+own offloading, in bf16; its VAE works in tiles where whole frames do not fit. With --presets too, both run. Exits with
+1 if a tier does not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as `generate --vram` does
 
 import torch
-from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from PIL import Image
 from torch import nn
 from transformers import CLIPImageProcessor
@@ -34,20 +36,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import empty_cache, with_random_weights
-from scripts.benchmarks.stand_ins import TOKENS, RandomTokens
+from scripts.benchmarks.stand_ins import RandomTokens
 from scripts.tools.pages.cards import cards_table
 from turbo_rcm_patch.amounts import parse_amount
-from turbo_rcm_patch.bench.cases import add_random_projections
+from turbo_rcm_patch.bench.cases import add_random_projections, needs_projections
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS, without_originals
 from turbo_rcm_patch.memory.plan import CONTEXT
 from turbo_rcm_patch.memory.streaming import stop_streaming
-from turbo_rcm_patch.patching.families.wan.cases import CASES, TEXT
-from turbo_rcm_patch.scheduler import RCMScheduler
+from turbo_rcm_patch.patching.families import CASES, PIPELINES, family_of, pipeline_of
+from turbo_rcm_patch.patching.families.family import Case, Pipeline
+from turbo_rcm_patch.patching.families.wan.cases import TEXT
 
 STEPS = 4
 LONG = 20  # seconds: a video that takes longer is timed once, not --repeats times
+# The stages that end before a module's forward, and after it. The plan counts what a pipeline does with the hidden
+# states of LTX-2's text encoder as text encoding.
+BEFORE = {"connectors": "text encoding", "audio_vae.decoder": "decoding", "vocoder": "decoding the sound"}
+AFTER = {
+    "text_encoder": "text encoding",
+    "image_encoder": "image encoding",
+    "connectors": "connectors",
+    "vocoder": "making the waveform",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,13 +67,14 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda")
     size = {"height": options.height, "width": options.width, "num_frames": options.frames}
     pipe = random_pipeline(options.config, device)
-    trp.use_rcm(pipe)
+    install_sampler(pipe)
     pipe.set_progress_bar_config(disable=True)
     settings = {
         "config": options.config,
         "experts": CASES[options.config].experts,
+        "sound": pipeline_of(pipe).has_sound,
         **size,
-        "tokens": TOKENS,
+        "tokens": tokens_of(pipe),
         "steps": STEPS,
         "repeats": options.repeats,
         "bus_bytes_per_second": bus_speed(device),
@@ -87,7 +100,7 @@ def all_rows(pipe: DiffusionPipeline, options: argparse.Namespace, size: dict, d
     for preset in options.presets:
         pipe.to(device)
         last = preset == options.presets[-1]
-        if preset == "sparse":
+        if preset == "sparse" and needs_projections(pipe):
             add_random_projections(pipe)
         patch = trp.patch(pipe, without_originals(PRESETS[preset]) if last else preset)
         for card in (None, *options.vram):
@@ -189,17 +202,20 @@ def measure(pipe: DiffusionPipeline, size: dict[str, int], repeats: int) -> dict
             recorder = Recorder(1 if run == 0 else STEPS)
             start = time.perf_counter()
             with recorder.watching(pipe):
-                frames = pipe(**inputs_of(pipe, size), **call_options(recorder)).frames
+                made = pipe(**inputs_of(pipe, size), **call_options(pipe, recorder))
+                outputs = [torch.as_tensor(made.frames).cpu()]
+                if hasattr(made, "audio"):
+                    outputs.append(made.audio.cpu())
             videos.append(time.perf_counter() - start)
-            recorder.mark("decoding")
             steps += [later - earlier for earlier, later in itertools.pairwise(recorder.ends)]
-            assert math.isfinite(float(frames.mean()))
-            del frames
+            assert all(math.isfinite(output.float().mean()) for output in outputs)
+            del made, outputs
             if run > 0 and videos[-1] > LONG:
                 break
     except torch.OutOfMemoryError as error:
         print(f"does not fit: {error}")
-        pipe.vae.clear_cache()  # else the frames that diffusers' decode kept stay on the GPU beside what runs next
+        if hasattr(pipe.vae, "clear_cache"):  # Wan's keeps frames, which would stay on the GPU beside what runs next
+            pipe.vae.clear_cache()
         return {"seconds": None, "step_seconds": None, "allocated": recorder.peaks}
     return {
         "seconds": statistics.median(videos[1:]),
@@ -234,42 +250,67 @@ class Recorder:
 
     @contextmanager
     def watching(self, pipe: DiffusionPipeline) -> Iterator[None]:
-        """A context in which a pipeline's encoders mark the ends of their stages."""
+        """A context in which a pipeline's models mark the ends of their stages. Its end is that of the last one."""
 
         def before_steps(*_: object) -> None:
             if not self.ends and isinstance(pipe, WanImageToVideoPipeline):
                 self.mark("VAE encoding")
 
         hooks = [pipe.transformer.register_forward_pre_hook(before_steps)]
-        for name, stage in (("text_encoder", "text encoding"), ("image_encoder", "image encoding")):
-            if (encoder := getattr(pipe, name, None)) is not None:
-                hooks.append(encoder.register_forward_hook(lambda *_, stage=stage: self.mark(stage)))
+        for stages, register in ((BEFORE, "register_forward_pre_hook"), (AFTER, "register_forward_hook")):
+            for path, stage in stages.items():
+                if (module := _module_at(pipe, path)) is not None:
+                    hooks.append(getattr(module, register)(lambda *_, stage=stage: self.mark(stage)))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+        self.mark("making the waveform" if pipeline_of(pipe).has_sound else "decoding")
 
 
-def call_options(recorder: Recorder) -> dict[str, object]:
+def _module_at(pipe: DiffusionPipeline, path: str) -> nn.Module | None:
+    """Return the module at a path in a pipeline, or None if the pipeline does not have this model."""
+    name, _, rest = path.partition(".")
+    model = getattr(pipe, name, None)
+    return None if model is None else model.get_submodule(rest)
+
+
+def install_sampler(pipe: DiffusionPipeline) -> None:
+    """Let a pipeline sample in few steps, without guidance."""
+    if pipeline_of(pipe).has_sound:
+        trp.use_distilled(pipe, recipe="turbot2av")
+    else:
+        trp.use_rcm(pipe)
+
+
+def call_options(pipe: DiffusionPipeline, recorder: Recorder) -> dict[str, object]:
     return {
         "num_inference_steps": recorder.steps,
-        "guidance_scale": 1.0,
-        "max_sequence_length": TOKENS,
-        "output_type": "np",
+        "max_sequence_length": tokens_of(pipe),
+        # A plan counts the frames on the GPU while the sound is decoded, as `generate` leaves them there.
+        "output_type": "pt" if pipeline_of(pipe).has_sound else "np",
         "generator": torch.Generator("cpu").manual_seed(0),
         "callback_on_step_end": recorder,
     }
 
 
 def inputs_of(pipe: DiffusionPipeline, size: dict[str, int]) -> dict[str, object]:
-    """Return a prompt, an image if the pipeline takes one, and the size of the video."""
-    image = {"image": Image.new("RGB", (size["width"], size["height"]), (200, 30, 30))}
-    return {"prompt": "a prompt", **(image if isinstance(pipe, WanImageToVideoPipeline) else {}), **size}
+    """Return a prompt, an image if the pipeline takes one, the size of the video, and what turns guidance off."""
+    inputs = {"guidance_scale": 1.0, **family_of(pipe.transformer).inputs(pipe).more, "prompt": "a prompt", **size}
+    inputs.pop("prompt_attention_mask", None)  # it goes with embeddings
+    if "image" in inputs:
+        inputs["image"] = Image.new("RGB", (size["width"], size["height"]), (200, 30, 30))
+    return inputs
+
+
+def tokens_of(pipe: DiffusionPipeline) -> int:
+    """Return the tokens of a prompt."""
+    return family_of(pipe.transformer).inputs(pipe).prompt[0]
 
 
 def random_pipeline(config: str, device: torch.device | str = "cpu") -> DiffusionPipeline:
-    """Return a case's pipeline in bf16, with its encoders."""
+    """Return a case's pipeline in bf16, with its encoders and all other models that it runs."""
     case = CASES[config]
 
     def make(model_class: Callable[..., nn.Module], *args: object, **options: object) -> nn.Module:
@@ -278,17 +319,23 @@ def random_pipeline(config: str, device: torch.device | str = "cpu") -> Diffusio
     transformers = {name: make(case.transformer_class, **case.transformer) for name in case.transformer_names}
     kinds = case.encoders or TEXT
     encoders = {name: make(model_class, settings) for name, (model_class, settings) in kinds.items()}
-    of_all = {
-        "tokenizer": RandomTokens(),
-        "vae": make(case.vae_class, **case.vae),
-        "scheduler": RCMScheduler(),
+    others = {name: make(model_class, **options) for name, (model_class, options) in case.others.items()}
+    vocabulary = encoders["text_encoder"].get_input_embeddings().num_embeddings
+    return stated_pipeline(case).pipeline_class(
+        tokenizer=RandomTokens(vocabulary),
+        vae=make(case.vae_class, **case.vae),
+        scheduler=case.scheduler(),
         **transformers,
         **encoders,
+        **others,
+        **({"image_processor": CLIPImageProcessor()} if "image_encoder" in encoders else {}),
         **case.pipeline_options,
-    }
-    if issubclass(case.pipeline_class, WanImageToVideoPipeline):
-        return WanImageToVideoPipeline(**of_all, image_processor=CLIPImageProcessor())
-    return WanPipeline(**of_all)
+    )
+
+
+def stated_pipeline(case: Case) -> Pipeline:
+    """Return what a case's family states about its pipeline, which in the case may be a subclass without encoders."""
+    return next(pipeline for pipeline in PIPELINES if issubclass(case.pipeline_class, pipeline.pipeline_class))
 
 
 def bus_speed(device: torch.device) -> float:
@@ -331,6 +378,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         options.presets = [] if options.rivals else ["quantized"]
     if options.text_encoder and not options.presets:
         parser.error("--text-encoder is of a tier; give --presets beside --rivals.")
+    if stated_pipeline(CASES[options.config]).has_sound:
+        # Offloading by blocks leaves these VAEs on the CPU: diffusers brings their blocks in forward alone, not in
+        # decode. By models the transformer must fit alone, with 38 GB. By leaves 67 GB of LTX-2 would be pinned.
+        for option, is_given in {"--rivals": options.rivals, "--text-encoder": options.text_encoder}.items():
+            if is_given:
+                parser.error(f"{option} is for Wan's models; --config is {options.config}.")
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, whose memory this is about.")
     return options

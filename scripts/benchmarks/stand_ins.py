@@ -14,22 +14,30 @@ from scripts.benchmarks.memory_cap import with_random_weights
 from turbo_rcm_patch.patching.families.wan.cases import UMT5_XXL
 from turbo_rcm_patch.patching.tiny_vae.network import EDGE, TinyDecoder
 
-TOKENS = 512  # of a prompt
+TOKENS = 512  # of a prompt for Wan
 
 
 class RandomTokens:
-    """Stands in for the tokenizer: a prompt is always the same random tokens, as many as the pipeline asks for."""
+    """Stands in for the tokenizer: a prompt is always the same random tokens, as many as the pipeline asks for.
+
+    vocabulary: the number of tokens that there are. LTX-2's pipeline reads and sets the attributes.
+    """
+
+    padding_side, pad_token, model_max_length = "left", "<pad>", TOKENS
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
 
     def __call__(self, prompts: list[str], *, max_length: int, **_: object) -> BatchEncoding:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(1, UMT5_XXL.vocab_size, (len(prompts), max_length), generator=generator)
+        ids = torch.randint(1, self.vocabulary, (len(prompts), max_length), generator=generator)
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 def add_text_encoder(pipe: DiffusionPipeline) -> None:
     """Give one of Wan's pipelines UMT5-XXL with random weights, on the transformer's device and in its dtype."""
     encoder = with_random_weights(lambda: UMT5EncoderModel(UMT5_XXL), pipe.transformer.device)
-    pipe.register_modules(text_encoder=encoder.to(pipe.transformer.dtype), tokenizer=RandomTokens())
+    pipe.register_modules(text_encoder=encoder.to(pipe.transformer.dtype), tokenizer=RandomTokens(UMT5_XXL.vocab_size))
 
 
 def tiny_file(vae: nn.Module, folder: Path) -> Path:

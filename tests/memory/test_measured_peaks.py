@@ -101,10 +101,11 @@ def test_the_page_on_cards_says_how_far_off_the_predictions_were():
 
 
 def empty_pipeline(case, variant):
-    """A case's models without values, and their text encoder in 8 bits if a variant's name says so."""
+    """All of a case's models without values, and their text encoder in 8 bits if a variant's name says so."""
     with init_empty_weights():
         models = {name: case.transformer_class(**case.transformer) for name in case.transformer_names}
         models |= {name: model_class(config) for name, (model_class, config) in case.encoders.items()}
+        models |= {name: model_class(**options) for name, (model_class, options) in case.others.items()}
         models["vae"] = case.vae_class(**case.vae)
     models = {name: model.eval().to(torch.bfloat16) for name, model in models.items()}
     if "text encoder in 8 bits" in variant:

@@ -40,8 +40,9 @@ def cards_table(runs: Sequence[dict]) -> str:
     rows = [cells for run in runs for cells in _cells(run, limits)]
     header = ["variant", "card", "what streams", "VAE", "video, s", "a step, s", "peak of each stage, measured, GB"]
     bus = settings["bus_bytes_per_second"] / 1e9
+    made = "frames and sound" if settings.get("sound") else "frames"
     return (
-        f"{_name(settings)} from a prompt of {settings['tokens']} tokens to frames, {settings['steps']} steps, on a "
+        f"{_name(settings)} from a prompt of {settings['tokens']} tokens to {made}, {settings['steps']} steps, on a "
         f"GPU whose memory is capped ({_versions(runs)}; median of {settings['repeats']}; a copy "
         f"from pinned memory moves {bus:.0f} GB/s). In brackets stand the peaks that were predicted before the run "
         f"(1.00 to {PREDICTED:.2f}× is wanted) and times over those without a cap ({_wanted(limits)}):\n\n"
@@ -149,10 +150,9 @@ def _name(settings: dict) -> str:
 def _stages(row: dict, most: float) -> str:
     """Return the measured peak of each stage, with the predicted one in brackets, both with ✗ where they miss a limit.
 
-    most: the bytes of a step's peak.
+    The stages come in the order in which they ran. most: the bytes of a step's peak.
     """
-    stages = ("text encoding", "image encoding", "VAE encoding", "denoising", "decoding")
-    return ", ".join(_peak(row, stage, most) for stage in stages if stage in row["allocated"])
+    return ", ".join(_peak(row, stage, most) for stage in row["allocated"])
 
 
 def _peak(row: dict, stage: str, most: float) -> str:

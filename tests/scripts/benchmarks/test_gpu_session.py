@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import end_to_end, gpu_session, ops
+from scripts.benchmarks import end_to_end, gpu_session, ops, small_cards
 from turbo_rcm_patch.bench import environment
 from turbo_rcm_patch.bench.environment import describe_environment
 
@@ -252,3 +252,13 @@ def test_a_whole_video_of_both_experts_is_made_from_a_prompt():
     assert options.decode
     assert options.repeats == 1
     assert list(gpu_session.runs_of(step).values()) == [step]
+
+
+def test_a_plan_of_ltx2_is_measured_in_one_tier_without_rivals(gpu):
+    step = "small-cards-ltx2-19b"
+    options = small_cards.parse_options(list(gpu_session.MEASUREMENTS[step][1:]))
+    assert (options.config, options.vram, options.presets, options.rivals) == ("ltx2-19b", ["24GB"], ["quantized"], [])
+    case = small_cards.CASES[options.config]
+    assert (options.height, options.width, options.frames) == (case.height, case.width, case.frames)
+    assert options.repeats == 1
+    assert f"{step}-diffusers" not in gpu_session.MEASUREMENTS

@@ -318,6 +318,18 @@ def test_what_misses_its_limit_within_a_cap_is_marked(settings, row, shown):
     assert text.count("**") == shown.count("**")
 
 
+def test_a_pipeline_with_sound_shows_its_stages_in_their_order():
+    _, run = cards_runs()
+    assert " tokens to frames, 4 steps" in cards.cards_table([run])
+    peaks = {"denoising": 5, "decoding": 6, "decoding the sound": 4, "making the waveform": 3}
+    run["settings"] |= {"config": "ltx2-19b", "experts": 1, "sound": True}
+    run["cards"][-1] |= {"allocated": {stage: peak * 10**9 for stage, peak in peaks.items()}, "peaks": {}}
+    text = cards.cards_table([run])
+    assert "ltx2-19b, 5×16×32 from a prompt of 512 tokens to frames and sound, 4 steps" in text
+    assert "| denoising 5.00, decoding 6.00, decoding the sound 4.00, making the waveform 3.00 |" in text
+    assert "LTX-2 19B, 32×16, 5 frames" in readme.cards_table([run])
+
+
 def test_the_readme_has_the_smallest_card_of_a_pipeline_in_the_fastest_way():
     rivals, run = cards_runs()
     (whole,) = (row for row in run["cards"] if row["card"] is None)
