@@ -121,8 +121,10 @@ def test_a_denoising_step_holds_the_tensors_of_a_block(real_models):
     unpatched = {s.name: s for s in unpatched_stages(Patched(real_models, trp.Exact(), samples=2), SMALL)}
     assert list(unpatched) == ["denoising, unpatched"]  # its VAE is not patched
     assert unpatched["denoising, unpatched"].computing > stages["denoising"].computing
-    layers = 49 * 1024 * 3840 * 2
-    assert stages["text encoding"].computing > 3 * 2 * layers + 1024 * 262208 * 2
+    layers, cache, logits = 49 * 1024 * 3840 * 2, 48 * 2 * 8 * 256 * 1024 * 2, 1024 * 262208 * 2
+    encoding = stages["text encoding"]
+    assert encoding.after_blocks == layers + cache + 3 * layers + logits  # the other prompt's first
+    assert encoding.computing > layers + cache + layers
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4, 4), (5, 4), (4, 7), (6, 6)])

@@ -16,7 +16,7 @@ from .traced import traced_bytes
 
 TEXT_TOKENS = 1024  # of a prompt, to which it is padded
 FRAME_RATE = 24.0  # with which a pipeline makes the sound as long as the video
-# Tensors of the layers' hidden states that are alive together: in the text encoder as they are, stacked and repeated.
+# Tensors of all layers' hidden states that are alive together: after the encoder as they are, stacked and repeated.
 IN_ENCODER, IN_CONNECTORS = 3, 6
 
 
@@ -37,6 +37,15 @@ def kept_prompts_bytes(models: Mapping[str, nn.Module], samples: int) -> int:
     """Return the bytes of hidden states that a pipeline keeps: the prompt's, or with guidance both prompts' in one
     tensor, and those of one again."""
     return prompt_bytes(models) * (1 if samples == 1 else samples + 1)
+
+
+def cache_bytes(encoder: nn.Module) -> int:
+    """Return the bytes of the keys and values that the text encoder keeps, as if it went on to write."""
+    config = getattr(encoder.config, "text_config", encoder.config)
+    if not getattr(config, "use_cache", False):
+        return 0
+    keys = TEXT_TOKENS * config.num_key_value_heads * config.head_dim * next(encoder.parameters()).itemsize
+    return 2 * config.num_hidden_layers * keys
 
 
 def logits_bytes(encoder: nn.Module) -> int:

@@ -132,13 +132,16 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
 def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
     """Yield the stages of a pipeline that makes sound too. It encodes one frame, if it starts from an image."""
     models, vae, samples = patched.models, patched.models["vae"], patched.samples
-    kept, prompts = sound.kept_prompts_bytes(models, samples), samples * sound.prompt_bytes(models)
+    kept, prompt = sound.kept_prompts_bytes(models, samples), sound.prompt_bytes(models)
     decoding = _whole_and_in_tiles(sound.video_decoding_bytes, vae, video, kept)
     if (encoder := models.get("text_encoder")) is not None:
-        layer = encoder_bytes(encoder, sound.TEXT_TOKENS) + sound.logits_bytes(encoder)
-        yield Stage("text encoding", ("text_encoder",), layer + sound.IN_ENCODER * prompts)
+        # Beside a prompt's hidden states: those of the prompt that was encoded before it, and its own keys and values.
+        beside = (samples - 1) * prompt + sound.cache_bytes(encoder)
+        in_layers = beside + prompt + encoder_bytes(encoder, sound.TEXT_TOKENS)
+        after_layers = beside + sound.IN_ENCODER * prompt + sound.logits_bytes(encoder)
+        yield Stage("text encoding", ("text_encoder",), in_layers, after_blocks=after_layers)
     if "connectors" in models:
-        yield Stage("connectors", ("connectors",), sound.IN_CONNECTORS * prompts)
+        yield Stage("connectors", ("connectors",), sound.IN_CONNECTORS * samples * prompt)
     if patched.own_timesteps:
         given = video._replace(frames=1)
         whole, in_tiles = _whole_and_in_tiles(sound.video_encoding_bytes, vae, given, kept)
