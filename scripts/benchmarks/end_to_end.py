@@ -54,7 +54,11 @@ from turbo_rcm_patch.bench.cases import (
 from turbo_rcm_patch.bench.compare import Comparison, compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.bench.variants import COMPILED, EXACT_PATCH, PATCHED, UNPATCHED
+from turbo_rcm_patch.cli.arguments import spelled
+from turbo_rcm_patch.cli.checks import check_at_least_one
+from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.cli.sizes import size_rules
 from turbo_rcm_patch.config import PRESETS, VAE_8BIT, BlockSparse, PatchConfig, Sparse, resolve_config
 from turbo_rcm_patch.patching import Patch, patch, patch_text_encoder, use_tiny_vae
 from turbo_rcm_patch.patching.families import CASES, family_of
@@ -153,7 +157,7 @@ def measure(options: argparse.Namespace, preset: str, device: torch.device, *, i
     beside = lora_variants(pipe, config) if options.lora else {}
     if options.without_graphs:
         beside[WITHOUT_GRAPHS] = lambda: patched(pipe, replace(config, cuda_graph="off"))
-    if options.other_vaes:
+    if options.other_vaes and preset != "exact":
         beside[IN_8_BITS] = lambda: patched(pipe, replace(config, vae=VAE_8BIT))
         beside[TINY_VAE] = lambda: patched_with_tiny_vae(pipe, config)
     inputs = structured_inputs(pipe, **size) if is_structured else random_inputs(pipe)
@@ -256,14 +260,22 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
+    try:
+        _check_sizes(options)
+    except CommandError as error:
+        parser.error(str(error))
     for option, is_given in {"--mass": options.mass is not None, "--unstructured": options.unstructured}.items():
         if is_given and options.preset != ["block_sparse"]:
             parser.error(f"{option} is of block_sparse alone; --preset is {' '.join(options.preset)}.")
+    if options.mass is not None and not 0 < options.mass <= 1:
+        parser.error(f"--mass {options.mass:g}: give a share above 0 and at most 1.")
     for option, is_given in {"--prompt": options.prompt, "--other-vaes": options.other_vaes}.items():
         if is_given and CASES[options.config].vae_class is not AutoencoderKLWan:
             parser.error(f"{option} is for Wan's models; --config is {options.config}.")
     if options.other_vaes and not options.decode:
         parser.error("--other-vaes decode; give --decode too.")
+    if options.other_vaes and options.preset == ["exact"]:
+        parser.error("--other-vaes are not timed in the exact tier; give another --preset.")
     if options.lora and options.ulysses > 1:
         parser.error("--lora is timed on one GPU; leave --ulysses out.")
     if options.lora and options.prompt:
@@ -273,6 +285,17 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     if torch.cuda.is_available() and options.ulysses > torch.cuda.device_count():
         parser.error(f"--ulysses {options.ulysses}: PyTorch finds {torch.cuda.device_count()} CUDA GPUs.")
     return options
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    """Raise CommandError for a count below 1, or for a size that the pipeline would refuse or round."""
+    for name in ("layers", "steps", "repeats", "ulysses"):
+        if (count := getattr(options, name)) is not None:
+            check_at_least_one(spelled(name), count)
+    for rank in options.lora or ():
+        check_at_least_one("--lora", rank)
+    case = CASES[options.config]
+    size_rules(case.vae, case.transformer).check(options.height, options.width, options.frames)
 
 
 if __name__ == "__main__":

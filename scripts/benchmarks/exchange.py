@@ -299,6 +299,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
     options = parser.parse_args(argv)
+    if options.ulysses < 1:
+        parser.error(f"--ulysses {options.ulysses}: give 1 or more.")
     if options.heads < 2 * options.ulysses:
         parser.error(f"--heads {options.heads}: every GPU needs two, for halves.")
     for name in ("heads", "tokens"):

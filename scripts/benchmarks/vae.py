@@ -98,7 +98,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="calls timed for each row")
     parser.add_argument("--device", default="cuda", help="the device that decodes and encodes")
     parser.add_argument("--json", type=json_file, help="write the figures to this file")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: give 1 or more.")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: PyTorch finds no CUDA GPU; give --device cpu.")
+    return options
 
 
 @torch.no_grad()

@@ -97,6 +97,8 @@ def test_a_prompt_without_quotes(capsys):
         ("compare x --fps 8 y", "--fps 8 y"),
         ("info foo", "foo"),
         ("convert a b c", "c"),
+        ("evaluate --n 64", "--n 64"),
+        ("compare x --vid out.mp4", "--vid out.mp4"),
     ],
 )
 def test_an_unknown_option_names_the_commands_help(capsys, given, unknown):
@@ -144,6 +146,14 @@ def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, nothing_runs):
     assert "--height 48 is not divisible by 32" in error_of(capsys, *model, "--height", "48")
     assert "--width 96 is not divisible by 64" in error_of(capsys, *model, "--width", "96")
     assert "--frames 13 is not 8k+1" in error_of(capsys, *model, "--frames", "13")
+
+
+def test_a_vae_that_keeps_all_frames_takes_any_number_of_them():
+    """The error was that 5 frames are not 1k+1, and to try 5."""
+    rules = size_rules({"scale_factor_temporal": 1}, {})
+    rules.check(None, None, 5)
+    with pytest.raises(CommandError, match=r"--frames 0 is not 1k\+1; try 1\."):
+        rules.check(None, None, 0)
 
 
 def test_the_largest_size_follows_the_folder_of_the_model(tmp_path, capsys, monkeypatch):

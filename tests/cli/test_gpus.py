@@ -57,11 +57,18 @@ def test_bad_input_is_one_line(tmp_path, capsys, options, message):
     assert message in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *options)
 
 
-@pytest.mark.parametrize(("found", "shown"), [(0, "0 GPUs"), (1, "1 GPU")])
+@pytest.mark.parametrize(
+    ("found", "shown"),
+    [
+        (0, "PyTorch finds 0 GPUs here; leave --gpus out"),
+        (1, "PyTorch finds 1 GPU here; leave --gpus out"),
+        (3, "PyTorch finds 3 GPUs here; give 3 or fewer"),
+    ],
+)
 def test_more_gpus_than_there_are(tmp_path, capsys, monkeypatch, found, shown):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
-    error = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *TWO)
-    assert error == f"turbo-rcm generate: --gpus 2: this machine has {shown}."
+    error = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", "--gpus", 4)
+    assert error == f"turbo-rcm generate: --gpus 4: {shown}."
 
 
 def test_a_model_with_sound(tmp_path, capsys):

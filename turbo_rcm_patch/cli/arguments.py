@@ -57,7 +57,10 @@ def as_path(text: str) -> Path:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage in front of it."""
+    """Reports an error in one line, without the usage in front of it. Options cannot be shortened."""
+
+    def __init__(self, **options: object):
+        super().__init__(**options, allow_abbrev=False)  # evaluate's --n, for -n, would be --negative-prompt
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -38,7 +38,8 @@ def on_gpus(arguments: argparse.Namespace) -> int:
     """
     found = torch.cuda.device_count()
     if arguments.gpus > found:
-        raise CommandError(f"--gpus {arguments.gpus}: this machine has {counted(found, 'GPU')}.")
+        what_to_do = f"give {found} or fewer" if found > 1 else "leave --gpus out"
+        raise CommandError(f"--gpus {arguments.gpus}: PyTorch finds {counted(found, 'GPU')} here; {what_to_do}.")
     with tempfile.TemporaryDirectory() as folder:
         given = arguments, f"file://{folder}/rendezvous"
         world = mp.start_processes(_one_process, given, arguments.gpus, join=False, start_method=START_METHOD)

@@ -33,7 +33,7 @@ class SizeRules:
         for option, size, factor in (("--height", height, self.height), ("--width", width, self.width)):
             if size is not None and (size < factor or size % factor):
                 raise CommandError(f"{option} {size} is not divisible by {factor}; try {_nearest(size, factor)}.")
-        if frames is not None and (frames < 1 or frames % self.temporal != 1):
+        if frames is not None and (frames < 1 or (frames - 1) % self.temporal):
             nearest = 1 + max(0, round((frames - 1) / self.temporal)) * self.temporal
             raise CommandError(f"--frames {frames} is not {self.temporal}k+1; try {nearest}.")
 

@@ -301,7 +301,7 @@ class Event:
 @pytest.mark.parametrize(("piece", "waits"), [(1, "aabbbc"), (2, "abc"), (4, "bc"), (6, "c")])
 def test_a_piece_waits_for_its_own_frames_alone(piece, waits):
     waited, video = [], torch.arange(6.0)
-    marks = [Mark(frames, Event(name, waited), 0) for name, frames in {"a": 2, "b": 5, "c": 6}.items()]
+    marks = [Mark(frames, Event(name, waited), 0, 0) for name, frames in {"a": 2, "b": 5, "c": 6}.items()]
     assert torch.cat(list(video_output._finished(video.split(piece), marks))).equal(video)
     assert "".join(waited) == waits
 
@@ -345,6 +345,17 @@ def io_of(video):
     torch.save(video, file)
     file.seek(0)
     return file
+
+
+def test_a_video_with_new_data_has_no_marks(events):
+    """Its new frames may come later than the events."""
+    video = decoded().as_subclass(OnGpu)
+    assert marked(video, 5)
+    before = video.data
+    video.data = video.data * 2
+    assert marks_of(video) == []
+    video.data = before
+    assert marks_of(video)
 
 
 def test_half_a_video_and_videos_elsewhere_have_no_marks(events, monkeypatch):

@@ -42,6 +42,29 @@ def test_it_checks_its_presets_first(capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--ulysses 0", "--ulysses 0: give 1 or more."),
+        ("--layers 0", "--layers 0: give 1 or more."),
+        ("--steps -1", "--steps -1: give 1 or more."),
+        ("--repeats 0", "--repeats 0: give 1 or more."),
+        ("--lora 4 0", "--lora 0: give 1 or more."),
+        ("--frames 0", "--frames 0 is not 4k+1; try 1."),
+        ("--frames 6", "--frames 6 is not 4k+1; try 5."),
+        ("--height 470", "--height 470 is not divisible by 16; try 464."),
+        ("--config wan2.2-5b --width 848", "--width 848 is not divisible by 32; try 832."),
+        ("--preset block_sparse --mass 5", "--mass 5: give a share above 0 and at most 1."),
+        ("--other-vaes --decode", "--other-vaes are not timed in the exact tier; give another --preset."),
+    ],
+)
+def test_a_wrong_number_is_refused_before_a_model_is_built(capsys, options, message):
+    """--ulysses 0 measured nothing, and ended well."""
+    with pytest.raises(SystemExit, match="2"):
+        end_to_end.parse_options(options.split())
+    assert message in capsys.readouterr().err
+
+
 def test_the_exact_tier_takes_its_figures_from_its_turns_with_the_quantized_one(tmp_path, monkeypatch, capsys):
     measured, measure = [], end_to_end.measure
     monkeypatch.setattr(
@@ -103,6 +126,16 @@ def test_from_a_prompt_with_three_vaes(tmp_path, monkeypatch, capsys):
     assert not any(encoder.active for encoder in encoders)
     (psnr,) = (line for line in capsys.readouterr().out.splitlines() if "PSNR" in line)
     assert psnr.count("dB") == 3
+
+
+@pytest.mark.parametrize(("preset", "others"), [("exact", []), ("sparse", [end_to_end.IN_8_BITS, end_to_end.TINY_VAE])])
+def test_the_exact_tier_decodes_with_its_own_vae_alone(monkeypatch, preset, others):
+    given = {}
+    monkeypatch.setattr(end_to_end, "compare", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(end_to_end, "without_frames", lambda *_: None)
+    options = ["--config", "tiny", "--layers", "1", "--decode", "--other-vaes", "--preset", "exact", "sparse"]
+    end_to_end.measure(end_to_end.parse_options(options), preset, torch.device("cpu"))
+    assert list(given["beside"]) == others
 
 
 @pytest.mark.usefixtures("small_encoder")

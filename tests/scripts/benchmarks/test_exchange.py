@@ -61,3 +61,9 @@ def test_heads_that_do_not_divide(capsys):
     with pytest.raises(SystemExit):
         exchange.main(["--ulysses", "5"])
     assert "--heads 12 cannot be divided by --ulysses 5" in capsys.readouterr().err
+
+
+def test_no_gpus(capsys):
+    with pytest.raises(SystemExit):
+        exchange.main(["--ulysses", "0"])
+    assert "--ulysses 0: give 1 or more." in capsys.readouterr().err

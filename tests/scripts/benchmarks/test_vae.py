@@ -51,6 +51,17 @@ def test_every_variant_decodes_and_encodes(tmp_path, monkeypatch, capsys):
     assert printed.index(f"| {NUMPY} ") < printed.index(f"| {PIL} ")
 
 
+def test_wrong_options_are_refused_before_a_vae_is_built(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for options, message in (
+        (["--repeats", "0"], "--repeats 0: give 1 or more."),
+        ([], "--device cuda: PyTorch finds no CUDA GPU; give --device cpu."),
+    ):
+        with pytest.raises(SystemExit):
+            module.parse_options([*SIZE, *options])
+        assert message in capsys.readouterr().err
+
+
 def test_a_variant_is_undone():
     case = module.CASES["tiny"]
     vae = module.with_random_weights(lambda: case.vae_class(**case.vae))

@@ -9,11 +9,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Mark(NamedTuple):
-    """The first frames of a video are written once an event has happened. version: the video's when it was recorded."""
+    """The first frames of a video are written once an event has happened.
+
+    version, address: the video's when the event was recorded.
+    """
 
     frames: int
     event: torch.cuda.Event
     version: int
+    address: int
 
 
 _MARKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # as attributes, torch.save would fail at the events
@@ -25,7 +29,7 @@ def mark_finished(video: torch.Tensor, frames: int) -> None:
     if video.is_cuda and is_counted and not torch.cuda.is_current_stream_capturing():
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(video.device))
-        _MARKS.setdefault(video, []).append(Mark(frames, event, video._version))
+        _MARKS.setdefault(video, []).append(Mark(frames, event, video._version, video.data_ptr()))
 
 
 def marks_of(video: torch.Tensor) -> list[Mark]:
@@ -34,5 +38,9 @@ def marks_of(video: torch.Tensor) -> list[Mark]:
     What PyTorch does not count goes unnoticed: writes to ``video.data``, by other packages, and by collectives.
     """
     marks = _MARKS.get(video, [])
-    is_whole = bool(marks) and marks[-1].frames == video.shape[2] and marks[-1].version == video._version
-    return marks if is_whole else []
+    if not marks:
+        return []
+    last = marks[-1]
+    # A new ``video.data`` has other memory, and the same version.
+    is_same = (last.version, last.address) == (video._version, video.data_ptr())
+    return marks if is_same and last.frames == video.shape[2] else []

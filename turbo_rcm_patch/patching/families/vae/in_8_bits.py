@@ -26,7 +26,7 @@ from .classes import resnets_for_8_bits
 from .layers import with_last_frames
 from .steps import VaePlan, kernel_size, sizes_8bit
 
-ALIGNED = 4  # values of a range's place, so that each begins at a multiple of 16 bytes
+ALIGNED = 4  # fp32 values in memory for a range of two, so that each begins at a multiple of 16 bytes
 SIZE = (1, 4, 64, 64)  # B, T, H, W of an input: whether a kernel takes it does not depend on them
 
 

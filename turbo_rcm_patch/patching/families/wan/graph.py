@@ -28,8 +28,9 @@ MOST_FLOPS_PER_BLOCK = 2e12
 # Under context parallelism all GPUs wait in each block for the slowest host, and collectives are launched too. On two
 # H200s a graph of 2.3e12 FLOP gained up to 10 %, and one of 4.7e12 lost 1.7 %.
 FACTOR_IN_PARALLEL = 2
-# The runs of equal timesteps in the tokens of each GPU under context parallelism. Only one GPU has a first frame's. But
-# NCCL replays a recording only with those that the other GPUs made at the same time. So all GPUs need the same key.
+# Under context parallelism each GPU's tokens get this many runs of equal timesteps. Some may be empty, because only the
+# GPU with a given first frame has two of its own. But NCCL replays only recordings that all GPUs made at the same time.
+# So the key, which has the number of runs, must be the same on all.
 RUNS_IN_PARALLEL = 2
 TOO_MANY_RUNS = f"timesteps per token in more than {RUNS_IN_PARALLEL} runs"
 
