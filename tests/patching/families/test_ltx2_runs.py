@@ -68,9 +68,8 @@ def gates(model):
 
 
 def runs_of(model):
-    """The starts of the runs of each tensor that an embedder made, or None."""
-    found = vars(model)[SHARED].runs
-    return None if found is None else [each.starts.tolist() for each in found.made]
+    """The starts of the runs that each embedder's last result was made of."""
+    return [each.starts.tolist() for each in vars(model)[SHARED].runs.values() if each is not None]
 
 
 @pytest.fixture
@@ -102,16 +101,13 @@ def test_every_tier_matches_unpatched(variant, tier, timestep):
             assert relative_error(output_of(family, model, **call), expected) <= limit
             assert gates(model) == {(varies, "sample" if crossed else varies, "sample")}
             made = runs_of(model)
-        assert (made is None) == (varies == "token")
-        if made is not None:
-            assert len(made) == (1 if crossed else 3)
-            assert {len(starts) for starts in made} == {count + 1}
+        assert [len(starts) for starts in made] == [count + 1] * (0 if varies == "token" else 1 if crossed else 3)
         assert torch.equal(output_of(family, model, **call), expected)  # restored
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_runs_are_looked_for_as_seldom_as_can_be(mode, waits):
-    """The gate's timestep is a multiple, of which nothing tells that its runs are the others'."""
+def test_each_embedder_looks_for_runs_once(mode, waits):
+    """With use_cross_timestep only the first one gets a timestep per token."""
     model = tiny_family_transformer("ltx2")
     inputs = tiny_family_inputs("ltx2", model)
     with mode(), trp.patch(model, trp.Exact(**eager)):
@@ -119,15 +115,11 @@ def test_runs_are_looked_for_as_seldom_as_can_be(mode, waits):
             (inputs["timestep"], False, 0),
             (inputs["timestep"], True, 0),
             (FIRST_FRAME, True, 1),
-            (FIRST_FRAME, False, 2),
+            (FIRST_FRAME, False, 3),
         ):
             waits.clear()
             model(**{**inputs, "timestep": timestep, "use_cross_timestep": crossed})
             assert waits == [BATCH * TOKENS] * count
-        waits.clear()
-        of_a_mode = FIRST_FRAME.clone()  # an inference tensor, in inference mode, does not count writes
-        model(**{**inputs, "timestep": of_a_mode})
-        assert len(waits) == (3 if of_a_mode.is_inference() else 2)
 
 
 def test_timesteps_in_other_layouts():
@@ -343,7 +335,7 @@ def test_another_embedder_runs(path, when):
     for _ in range(3):
         outputs = [output_of("ltx2", model, timestep=FIRST_FRAME) for model in models]
     assert relative_error(*outputs) <= EXACT.limits.fp32
-    assert len(runs_of(models[0])) <= 3  # none are left of earlier calls
+    assert len(runs_of(models[0])) == 2
     patch.restore()
     assert torch.equal(output_of("ltx2", models[0], timestep=FIRST_FRAME), outputs[1])
 
@@ -373,7 +365,7 @@ def test_training_and_autocast_have_a_row_for_every_token():
     assert relative_error(gradients[1], gradients[0]) <= 1e-4
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         patched = in_one_tensor("ltx2", model(**inputs))
-        assert runs_of(model) is None
+        assert runs_of(model) == []
     trp.restore(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(patched, in_one_tensor("ltx2", model(**inputs)))
@@ -398,7 +390,7 @@ def test_a_copy_has_no_runs_and_finds_its_own():
     patch = trp.patch(model, trp.Exact(**eager))
     expected = output_of("ltx2", model, timestep=FIRST_FRAME)
     twin = copy.deepcopy(model)
-    assert runs_of(twin) is None
+    assert vars(twin)[SHARED].runs is None
     patch.restore()
     assert torch.equal(output_of("ltx2", twin, timestep=FIRST_FRAME), expected)
     assert len(runs_of(twin)) == 3
@@ -463,5 +455,5 @@ def test_the_pipeline_from_an_image(crossed, waits):
         ("run", "sample" if crossed else "run", "sample"),
         ("run", None, "sample"),
     }
-    assert len(waits) == len(seen) * (1 if crossed else 2)
+    assert len(waits) == len(seen) * (1 if crossed else 3)
     assert all(map(torch.equal, make(), expected))

@@ -62,7 +62,7 @@ class TimestepRuns(NamedTuple):
         return rows.repeat_interleave(self.lengths, 0, output_size=self.timestep.numel())
 
     def expand_for_blocks(self, rows: torch.Tensor) -> tuple[torch.Tensor, TokenRuns]:
-        """Return what `expand` does, and the runs that it was made of, so that blocks know it again."""
+        """Return what `expand` does, and the runs by which blocks recognise it."""
         # This must be an ordinary tensor: an inference tensor does not count writes to it.
         with torch.inference_mode(False), torch.no_grad():
             by_token = self.expand(rows)
@@ -103,7 +103,7 @@ class Ahead(NamedTuple):
 
 @contextmanager
 def with_runs_ahead(shared: Shared, runs: TimestepRuns | None) -> Iterator[None]:
-    """Let embedders take these runs if the forward is recorded, so that they cannot find them. Leave none behind."""
+    """While a graph is recorded, embedders cannot look for runs. Let them take these, and leave none behind."""
     shared.timestep_runs = None if runs is None else Ahead(runs, threading.get_ident())
     try:
         yield
@@ -111,20 +111,20 @@ def with_runs_ahead(shared: Shared, runs: TimestepRuns | None) -> Iterator[None]
         shared.timestep_runs = shared.runs = None  # they may lie in a graph's memory
 
 
-def runs_ahead_of(shared: Shared, timestep: torch.Tensor) -> TimestepRuns | None:
-    """Return the runs that were found ahead of the forward of a timestep [B·S], or None."""
-    ahead: Ahead | None = None if torch.compiler.is_compiling() else shared.timestep_runs
-    return ahead.runs if ahead is not None and ahead.runs.are_of(timestep) else None  # other threads have other runs
-
-
 def runs_ahead_here(shared: Shared) -> TimestepRuns | None:
     """Return the runs that were found ahead of the forward that this thread computes, or None."""
-    ahead: Ahead | None = shared.timestep_runs
+    ahead: Ahead | None = None if torch.compiler.is_compiling() else shared.timestep_runs
     return ahead.runs if ahead is not None and ahead.thread == threading.get_ident() else None
 
 
+def runs_ahead_of(shared: Shared, timestep: torch.Tensor) -> TimestepRuns | None:
+    """Return the runs that were found ahead of the forward of this timestep [B·S], or None."""
+    runs = runs_ahead_here(shared)
+    return runs if runs is not None and runs.are_of(timestep) else None
+
+
 def find_runs(timestep: torch.Tensor) -> TimestepRuns | None:
-    """Return the runs of equal timesteps, or None if they are too many. Call this only if it `may_embed_runs`."""
+    """Return the runs of equal timesteps, or None if they are too many. `may_embed_runs` tells if it may be called."""
     values, lengths = torch.unique_consecutive(timestep, return_counts=True)  # waits for the GPU
     return TimestepRuns(timestep, values, lengths) if len(values) <= MAX_RUNS else None
 

@@ -211,7 +211,7 @@ class Shared:
         saturation: notes if a residual was too large for its dtype and was clamped.
         has_warned: the user was already warned about saturation.
         runs: the runs of tokens with equal timesteps that were found last, or None. A forward may have none of its own.
-            LTX-2 keeps those of several embedders in them.
+            LTX-2 keeps a dictionary of what each embedder made last, because it has several.
         timestep_runs: the runs of equal timesteps that were found ahead of the forward under way, or None.
         steps: tells the pipeline's present step. None for a model that was patched alone.
         products: the prepared products of LoRA layers.

@@ -40,7 +40,7 @@ from .from_files import from_files
 from .graph import GRAPHED, transformer_forward
 from .masks import MASKS, SeenMasks
 from .measured import MODULES, self_attention_qkv, sub_layer_terms
-from .modulation import embedder_forward, time_embed_forward
+from .modulation import EMBEDDERS, embedder_forward
 from .names import LTX2_NAMES
 from .random_weights import RANDOM_WEIGHTS
 from .rope import rotate
@@ -66,17 +66,9 @@ LINEARS = {
 LINEARS["feed_forward"] = tuple(f"{ff}.{name}" for ff in ("ff", "audio_ff") for name in ("net.0.proj", "net.2"))
 
 
-# The embedders of the video's timesteps, with their forwards.
-EMBEDDERS = {
-    "time_embed": time_embed_forward,
-    "av_cross_attn_video_scale_shift": embedder_forward,
-    "av_cross_attn_video_a2v_gate": embedder_forward,
-}
-
-
 def _more(transformer: LTX2VideoTransformer3DModel, config: PatchConfig) -> Targets:
-    embedders = ((path, transformer.get_submodule(path), forward) for path, forward in EMBEDDERS.items())
-    embedders = [target for target in embedders if _takes_forward(target[1])]
+    embedders = ((path, transformer.get_submodule(path)) for path in EMBEDDERS)
+    embedders = [(path, embedder, embedder_forward) for path, embedder in embedders if _takes_forward(embedder)]
     # Under a hook, such as model offloading, that holds the old forward, masks are not left out, and the model goes
     # without graphs.
     if hook_in_place_of_forward(transformer) and not only_shares_tokens(transformer):

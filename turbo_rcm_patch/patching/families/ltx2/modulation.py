@@ -6,8 +6,6 @@ attentions between the streams, of which the last one gets a multiple of it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
 
@@ -17,34 +15,8 @@ from ...steps.plan import SHARED, Shared
 from ..token_runs import Row, TimestepRuns, TokenRuns, find_runs, may_embed_runs, runs_ahead_here
 from .sub_layers import Modulation
 
-
-class VideoRuns(NamedTuple):
-    """The runs of a forward.
-
-    timesteps: those of the timestep that was embedded last. version: of that timestep, or None if it does not count
-    writes to it. made: the runs of what each embedder returned.
-    """
-
-    timesteps: TimestepRuns
-    version: int | None
-    made: tuple[TokenRuns, ...]
-
-    def are_of(self, timestep: torch.Tensor) -> bool:
-        """True if the timestep [B·S] that was embedded last is this one, unchanged since."""
-        return self.timesteps.are_of(timestep) and self.version is not None and self.version == _version(timestep)
-
-
-def time_embed_forward(
-    self: LTX2AdaLayerNormSingle,
-    timestep: torch.Tensor,
-    added_cond_kwargs: dict[str, torch.Tensor] | None = None,
-    batch_size: int | None = None,
-    hidden_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `embedder_forward` as the first embedder of the video, which knows no runs yet. Bound on instances."""
-    if not torch.compiler.is_compiling():
-        getattr(self, SHARED).runs = None
-    return embedder_forward(self, timestep, added_cond_kwargs, batch_size, hidden_dtype)
+# The embedders that get the video's timesteps, by path.
+EMBEDDERS = "time_embed", "av_cross_attn_video_scale_shift", "av_cross_attn_video_a2v_gate"
 
 
 def embedder_forward(
@@ -58,23 +30,26 @@ def embedder_forward(
 
     timestep [B] or [B·S]; returns the rows of modulation [B|B·S, n·C] and the time embedding [B|B·S, C].
     """
-    shared: Shared = getattr(self, SHARED)
     options = added_cond_kwargs, batch_size, hidden_dtype
-    by_token = added_cond_kwargs is None and batch_size is not None and timestep.numel() > batch_size
-    runs = _runs_of(self, timestep, shared) if by_token and not torch.compiler.is_compiling() else None
-    if runs is None:
+    if torch.compiler.is_compiling():
         return type(self).forward(self, timestep, *options)
-    rows, embedded = type(self).forward(self, runs.values, *options)
-    temb, token_runs = runs.expand_for_blocks(rows)
-    known: VideoRuns | None = shared.runs
-    made = () if known is None else (each for each in known.made if not each.storage.expired())
-    shared.runs = VideoRuns(runs, _version(timestep), (*made, token_runs))
-    return temb, runs.expand(embedded)
+    shared: Shared = getattr(self, SHARED)
+    by_token = added_cond_kwargs is None and batch_size is not None and timestep.numel() > batch_size
+    runs = _runs_of(self, timestep, shared) if by_token else None
+    if runs is None:
+        made = None
+        temb, embedded = type(self).forward(self, timestep, *options)
+    else:
+        rows, embedded = type(self).forward(self, runs.values, *options)
+        temb, made = runs.expand_for_blocks(rows)
+        embedded = runs.expand(embedded)
+    shared.runs = {**(shared.runs or {}), self: made}  # a new dictionary: another thread may read the old one
+    return temb, embedded
 
 
 def runs_ahead(embedder: torch.nn.Module, timestep: torch.Tensor, samples: int) -> TimestepRuns | None:
     """Return the runs of a timestep [B, S] that `time_embed` would find, or None if it would embed all of it."""
-    if function_bound_to(embedder, vars(embedder).get("forward")) is not time_embed_forward:
+    if function_bound_to(embedder, vars(embedder).get("forward")) is not embedder_forward:
         return None
     timestep = timestep.contiguous()
     return find_runs(timestep) if timestep.numel() > samples and _may_embed_runs(embedder, timestep) else None
@@ -83,8 +58,7 @@ def runs_ahead(embedder: torch.nn.Module, timestep: torch.Tensor, samples: int) 
 def _runs_of(embedder: LTX2AdaLayerNormSingle, timestep: torch.Tensor, shared: Shared) -> TimestepRuns | None:
     """Return the runs of equal timesteps [B·S], or None if they must not be looked for or are too many."""
     if _may_embed_runs(embedder, timestep):
-        known: VideoRuns | None = shared.runs
-        return known.timesteps if known is not None and known.are_of(timestep) else find_runs(timestep)
+        return find_runs(timestep)
     # While a graph is recorded, there are no hooks, and every timestep per token is the video's or a multiple of it.
     ahead = runs_ahead_here(shared)
     same = ahead is not None and ahead.timestep.numel() == timestep.numel()
@@ -96,16 +70,12 @@ def _may_embed_runs(embedder: torch.nn.Module, timestep: torch.Tensor) -> bool:
     return may_embed_runs(embedder, LTX2AdaLayerNormSingle, parts, (timestep,))
 
 
-def _version(timestep: torch.Tensor) -> int | None:
-    return None if timestep.is_inference() else timestep._version
-
-
 def runs_that_made(temb: torch.Tensor, x: torch.Tensor, shared: Shared) -> TokenRuns | None:
     """Return the runs that an embedder made a temb [B, S, n·C] of, for x [B, S, C], or None if it did not."""
-    known: VideoRuns | None = None if torch.compiler.is_compiling() else shared.runs
+    known = None if torch.compiler.is_compiling() else shared.runs
     if known is None or temb.shape[:2] != x.shape[:2]:
         return None
-    return next((runs for runs in known.made if runs.made(temb)), None)
+    return next((runs for runs in known.values() if runs is not None and runs.made(temb)), None)
 
 
 def rows_of(table: torch.Tensor, temb: torch.Tensor, runs: TokenRuns | None = None) -> tuple[Row, ...]:
