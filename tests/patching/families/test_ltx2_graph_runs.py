@@ -223,4 +223,19 @@ def test_on_a_gpu(config, crossed):
     for step, call in enumerate(calls * 2):
         assert_same(pair, call)
         assert replays(pair[0]) == step
-        assert shared(pair[0]).timestep_runs is None
+        assert shared(pair[0]).runs is shared(pair[0]).timestep_runs is None
+    for model in pair:
+        assert gates(model) == {("run", "sample" if crossed else "run", "sample")}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_numbers_of_runs_take_turns():
+    """Their graphs share a pool."""
+    config = trp.Exact(cuda_graph="on")
+    pair = patched_pair([tiny_family_transformer("ltx2", torch.bfloat16).to("cuda") for _ in range(2)], config)
+    timesteps = ALIKE, FIRST_FRAME, UNLIKE, MANY
+    calls = [moved(inputs_for("ltx2", pair[0], timestep=timestep), "cuda") for timestep in timesteps]
+    for _ in range(3):
+        for call in calls:
+            assert_same(pair, call)
+    assert (graphs_of(pair[0]).kept, replays(pair[0])) == (4, 2 * 4), note(pair[0])
