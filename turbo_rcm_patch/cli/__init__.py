@@ -3,7 +3,8 @@
 These files import neither torch nor diffusers, so that `--help` and most errors come at once:
 
     arguments.py       the options
-    checks.py          errors that show before a model is loaded
+    command_checks.py  errors that show before a model is loaded: each command's options and outputs,
+                       with generation_checks.py (a generation's options) and model_checks.py (the models' files)
     sizes.py           the sizes that a model takes
     files.py           outputs, written whole or not at all
     errors.py          one-line errors and exit codes
@@ -14,7 +15,7 @@ The others import them:
     commands.py        the commands; info.py has `info`, tuning.py `tune`
     pipelines.py       loads the model; transformers.py has --transformer
     model_memory.py    the GPU memory that `info` shows
-    sampling.py        the sampler and the guidance
+    sampling.py        the sampler and the guidance; notes.py has warnings
     video_writer.py    mp4 files; side_by_side.py has those of `compare`
     gpus.py            a process for each GPU
     demo_page.py       the page of `demo`; demo_videos.py makes its videos, demo_answer.py shows what they took
@@ -28,7 +29,7 @@ import sys
 from collections.abc import Sequence
 
 from .arguments import parse_arguments
-from .checks import check_arguments
+from .command_checks import check_arguments
 from .errors import exit_code
 from .other_warnings import without_other_warnings
 from .quiet_imports import quiet_imports
