@@ -249,13 +249,6 @@ def test_advice_is_about_options(models, tmp_path, capsys):
     assert "was trained without sparse-linear attention; give another --preset, such as quantized." in line
 
 
-def test_a_second_lora_needs_a_second_transformer(models, original, capsys):
-    _, low = loras(models, "wan22")
-    for more in ([], ["--lora", low]):
-        error = error_of(capsys, "compare", "--model", original[0], *SMALL, *more, "--lora-2", low)
-        assert "has no second transformer; leave --lora-2 out" in error
-
-
 def test_guidance_that_would_be_ignored_is_an_error_of_one_line(original, capsys):
     one, two = (
         [command, "--model", model, *SMALL] for command, model in zip(("compare", "verify"), original, strict=True)

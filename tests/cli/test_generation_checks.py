@@ -44,6 +44,7 @@ def test_wrong_options_of_a_generation(tmp_path, capsys, nothing_runs, monkeypat
         (["--model", "MODEL", "--lora", "loras/a.safetensors"], "--lora loras/a.safetensors: no such file or folder"),
         (["--model", "MODEL", "--lora", __file__], "checks.py is not a file of weights; accepted are files"),
         (["--model", "ONE", "--lora-2", "org/name"], "has no second transformer; leave --lora-2 out"),
+        (["--model", "ONE", "--lora", "org/name", "--lora-2", "org/name"], "no second transformer; leave --lora-2 out"),
         (["--model", "ONE", "--guidance-2", "3"], "has no second transformer; leave --guidance-2 out"),
         (["--model", "MODEL", "--guidance", "1", "--negative-prompt", "x"], "only with --guidance above 1, and it is"),
         (["--model", "MODEL", "--guidance", "1", "--guidance-2", "3"], "--guidance-2 has an effect only with"),
@@ -86,23 +87,14 @@ def test_a_first_noise_level_below_the_second_one(capsys, nothing_runs):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--topk", "0.2"],
-            "--topk is an option of --preset sparse, not of exact; leave it out, or choose another preset",
-        ),
+        (["--topk", "0.2"], "is an option of --preset sparse, not of exact; leave it out, or choose another preset"),
         (["--preset", "sparse", "--topk", "0"], "--topk: topk=0.0; give a share of the key blocks"),
         (["--mass", "0.5"], "--mass is an option of --preset block_sparse, not of exact; leave it out"),
         (["--preset", "sparse", "--mass", "0.5"], "--mass is an option of --preset block_sparse, not of sparse"),
-        (
-            ["--preset", "quantized", "--min-tokens", "0"],
-            "--min-tokens is an option of --preset block_sparse, not of quantized",
-        ),
+        (["--preset", "quantized", "--min-tokens", "0"], "is an option of --preset block_sparse, not of quantized"),
         (["--preset", "block_sparse", "--topk", "0.2"], "--topk is an option of --preset sparse, not of block_sparse"),
         (["--preset", "block_sparse", "--mass", "1.5"], "--mass: mass=1.5; give a share of the estimated attention"),
-        (
-            ["--preset", "block_sparse", "--min-tokens", "-1"],
-            "min_tokens=-1; give a whole number of tokens, at least 0",
-        ),
+        (["--preset", "block_sparse", "--min-tokens", "-1"], "min_tokens=-1; give a whole number of tokens, at least"),
     ],
 )
 def test_wrong_shares(capsys, options, message):

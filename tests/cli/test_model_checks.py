@@ -12,17 +12,18 @@ from turbo_rcm_patch.cli import commands, main, model_checks
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "options", "message"),
     [
-        ("empty", "has no model_index.json"),
-        ("flux", "is a FluxPipeline; supported are WanPipeline and WanImageToVideoPipeline"),
-        ("broken", "cannot read"),
-        ("listed", "holds no JSON object"),
-        ("i2v", "give one with --image"),
+        ("empty", [], "has no model_index.json"),
+        ("flux", [], "is a FluxPipeline; supported are WanPipeline and WanImageToVideoPipeline"),
+        ("broken", [], "cannot read"),
+        ("listed", [], "holds no JSON object"),
+        ("i2v", [], "give one with --image"),
+        ("t2v", ["--image", __file__], "is a text-to-video model; leave --image out"),
     ],
 )
-def test_wrong_models_fail_before_anything_is_loaded(capsys, nothing_runs, saved_models, model, message):
-    assert message in error_of(capsys, "verify", "--model", saved_models / model, *TINY)
+def test_wrong_models_fail_before_anything_is_loaded(capsys, nothing_runs, saved_models, model, options, message):
+    assert message in error_of(capsys, "verify", "--model", saved_models / model, *options, *TINY)
 
 
 def folder_of(path, **transformer):
@@ -55,11 +56,6 @@ def test_the_largest_size_follows_the_folder_of_the_model(tmp_path, capsys, monk
 def test_a_malformed_patch_size_is_named(tmp_path, capsys):
     model = folder_of(tmp_path, patch_size=[2, 2])
     assert "patch_size [2, 2]" in error_of(capsys, "verify", "--model", model)
-
-
-def test_an_image_for_a_text_to_video_model_is_refused(capsys, nothing_runs, saved_models):
-    message = error_of(capsys, "verify", "--model", saved_models / "t2v", "--image", __file__, *TINY)
-    assert "is a text-to-video model; leave --image out" in message
 
 
 def test_a_model_that_takes_an_image_is_refused_at_the_start(capsys, saved_models):

@@ -3,8 +3,7 @@
 These files import neither torch nor diffusers, so that `--help` and most errors come at once:
 
     arguments.py       the options
-    command_checks.py  errors that show before a model is loaded: each command's options and outputs,
-                       with generation_checks.py (a generation's options) and model_checks.py (the models' files)
+    command_checks.py, generation_checks.py, model_checks.py    errors that show before a model is loaded
     sizes.py           the sizes that a model takes
     files.py           outputs, written whole or not at all
     errors.py          one-line errors and exit codes

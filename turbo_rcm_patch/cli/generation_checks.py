@@ -54,8 +54,7 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
         try:
             RECIPES[recipe].in_steps(arguments.steps)
         except ValueError:
-            takes = RECIPES[recipe].takes
-            raise CommandError(f"--steps {arguments.steps}: {recipe} takes {takes} steps.") from None
+            raise CommandError(f"--steps {arguments.steps}: {recipe} takes {RECIPES[recipe].takes} steps.") from None
     for name, (file, scale) in loras.items():
         check_lora(spelled(name), file, scale)
 

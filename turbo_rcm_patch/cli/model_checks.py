@@ -60,18 +60,16 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
         from ..patching.families import PIPELINES  # imports torch, which no help text needs
 
     by_name = {p.pipeline_class.__name__: p for p in PIPELINES if not p.is_modular and p.starts_from != "video"}
-    pipeline, a_class = by_name.get(str(class_name)), with_article(class_name)
+    pipeline, model, a_class = by_name.get(str(class_name)), arguments.model, with_article(class_name)
     if pipeline is None:
-        raise CommandError(f"--model {arguments.model} is {a_class}; supported are {' and '.join(by_name)}.")
+        raise CommandError(f"--model {model} is {a_class}; supported are {' and '.join(by_name)}.")
     if pipeline.has_sound:
-        _check_runs_with_sound(f"--model {arguments.model} is {a_class}", arguments)
+        _check_runs_with_sound(f"--model {model} is {a_class}", arguments)
     recipe = getattr(arguments, "recipe", None)
     taken = {"sound": pipeline.has_sound, "image": pipeline.starts_from == "image"}
     if recipe in RECIPES and recipe not in recipes_for(**taken):
-        raise CommandError(
-            f"--recipe {recipe} is not for {a_class}, which --model {arguments.model} is; accepted are "
-            f"{recipe_names(**taken)}."
-        )
+        names = recipe_names(**taken)
+        raise CommandError(f"--recipe {recipe} is not for {a_class}, which --model {model} is; accepted are {names}.")
     _check_image_fits(arguments, **taken)
 
 
@@ -86,7 +84,7 @@ def _check_runs_with_sound(model_is: str, arguments: argparse.Namespace) -> None
 
 
 def _check_image_fits(arguments: argparse.Namespace, *, sound: bool, image: bool) -> None:
-    """Check --image beside a model. image, sound: True if the model takes an image, and if it makes sound."""
+    """Check --image beside the model. sound: True if it makes sound. image: True if it starts from an image."""
     model, command = arguments.model, arguments.command
     if not image:
         if arguments.image is not None:
