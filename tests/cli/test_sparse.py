@@ -116,38 +116,3 @@ def test_a_folder_without_projections_is_refused(saved_models, capsys):
     line = error_of(capsys, "verify", "--model", saved_models / "t2v", "--device", "cpu", *SPARSE)
     assert "has no proj_l" in line
     assert "(SLA); give them as --transformer, or another --preset: 'block_sparse', whose" in line
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--topk", "0.2"],
-            "--topk is an option of --preset sparse, not of exact; leave it out, or choose another preset",
-        ),
-        (
-            ["--preset", "sparse", "--topk", "0"],
-            "--topk: topk=0.0; give a share of the key blocks",
-        ),
-        (["--mass", "0.5"], "--mass is an option of --preset block_sparse, not of exact; leave it out"),
-        (
-            ["--preset", "sparse", "--mass", "0.5"],
-            "--mass is an option of --preset block_sparse, not of sparse",
-        ),
-        (
-            ["--preset", "quantized", "--min-tokens", "0"],
-            "--min-tokens is an option of --preset block_sparse, not of quantized",
-        ),
-        (["--preset", "block_sparse", "--topk", "0.2"], "--topk is an option of --preset sparse, not of block_sparse"),
-        (
-            ["--preset", "block_sparse", "--mass", "1.5"],
-            "--mass: mass=1.5; give a share of the estimated attention",
-        ),
-        (
-            ["--preset", "block_sparse", "--min-tokens", "-1"],
-            "min_tokens=-1; give a whole number of tokens, at least 0",
-        ),
-    ],
-)
-def test_wrong_shares(capsys, options, message):
-    assert message in error_of(capsys, "verify", *options)

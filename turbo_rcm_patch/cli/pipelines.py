@@ -31,10 +31,12 @@ from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler
 from ..shapes import grammar
 from ..wording import counted
-from .checks import check_heads, check_pipeline_class, check_second_transformer, config_options
+from .arguments import config_options
 from .errors import CommandError, why_not_loaded
 from .files import Sound
-from .sampling import default_of, default_steps, guidance, install_sampler, warn
+from .model_checks import check_heads, check_pipeline_class, check_second_transformer
+from .notes import warn
+from .sampling import default_of, default_steps, guidance, install_sampler
 from .sizes import size_rules
 from .transformers import converted_folder, files_of_ours, given_transformers
 

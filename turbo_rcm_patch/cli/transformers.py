@@ -23,7 +23,7 @@ from ..patching.weights.load import FILE, component_folders, empty_model, read_c
 from ..wording import with_article
 from .arguments import spelled
 from .errors import CommandError, in_the_shell
-from .sampling import warn
+from .notes import warn
 
 _OF_PIPELINE = ("in_channels", "out_channels", "text_dim")  # what the rest of a pipeline gives and takes
 
