@@ -93,7 +93,7 @@ def test_projections_are_the_given_transformer_s(saved_models, with_projections,
     assert "has no proj_l" in line
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("kind", ["file", "folder", "pipeline"])
 def test_weights_with_projections_are_refused_in_other_tiers(saved_models, with_projections, tmp_path, capsys, kind):
     """They would run with dense attention."""
     given = with_projections / "transformer"
@@ -101,8 +101,12 @@ def test_weights_with_projections_are_refused_in_other_tiers(saved_models, with_
         model, given = tiny_wan_transformer(), tmp_path / "TurboWan2.1.pth"
         torch.save(with_proj_l(official_state_dict(model), model), given)
     options = ["--model", saved_models / "t2v", "--transformer", given, *TINY]
+    what = f"--transformer {given}"
+    if kind == "pipeline":
+        options = ["--model", with_projections, *TINY]
+        what = f"the transformer of --model {with_projections}"
     generate = ["generate", "a fox", "-o", tmp_path / "out.mp4", *options]
-    told = f"--transformer {given} was trained with sparse-linear attention (it has proj_l), which"
+    told = f"{what} was trained with sparse-linear attention (it has proj_l), which"
     for command in (generate, ["compare", *options]):
         for preset in ("exact", "quantized"):
             line = error_of(capsys, *command, "--preset", preset)

@@ -38,7 +38,7 @@ from .model_checks import check_heads, check_pipeline_class, check_second_transf
 from .notes import warn
 from .sampling import default_of, default_steps, guidance, install_sampler
 from .sizes import size_rules
-from .transformers import converted_folder, files_of_ours, given_transformers
+from .transformers import check_own_transformers, converted_folder, files_of_ours, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
@@ -123,8 +123,10 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
         pipe = embedded.load_embedded_pipeline(dtype, sla=sparse)
     else:
         pipe = _load_model(arguments, dtype)
-        if sparse and getattr(arguments, "patched", None) is None:
-            load_projections(pipe)
+        if getattr(arguments, "patched", None) is None:
+            check_own_transformers(pipe, arguments)
+            if sparse:
+                load_projections(pipe)
     given = arguments.height, arguments.width, arguments.frames
     size_rules(pipe.vae.config, (pipe.transformer or pipe.transformer_2).config).check(*given)
     of_shapes = arguments.model is None or arguments.command == "evaluate"
