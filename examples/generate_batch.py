@@ -26,9 +26,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from turbo_rcm_patch.cli.arguments import add_distilled_options, add_frame_rate, add_generation_options, as_path
-from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.errors import CommandError, exit_code, user_errors
 from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
+from turbo_rcm_patch.cli.generation_checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.other_warnings import without_other_warnings
 
 # PyTorch and diffusers are imported in functions, so that bad input is refused at once.
@@ -153,8 +153,7 @@ def remove_leftovers(folder: Path, video: Video) -> None:
 def check(options: argparse.Namespace) -> list[Video]:
     """Return the videos asked for. Raises CommandError for anything wrong with the options."""
     check_generation(options)
-    if options.fps is not None:
-        check_at_least_one("--fps", options.fps)
+    check_at_least_one("--fps", options.fps)
     check_at_least_one("--seeds", options.seeds)
     check_ffmpeg()
     if not options.prompts.is_file():

@@ -55,9 +55,9 @@ from turbo_rcm_patch.bench.compare import Comparison, compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.bench.variants import COMPILED, EXACT_PATCH, PATCHED, UNPATCHED
 from turbo_rcm_patch.cli.arguments import spelled
-from turbo_rcm_patch.cli.checks import check_at_least_one
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.cli.generation_checks import check_at_least_one
 from turbo_rcm_patch.cli.sizes import size_rules
 from turbo_rcm_patch.config import PRESETS, VAE_8BIT, BlockSparse, PatchConfig, Sparse, resolve_config
 from turbo_rcm_patch.patching import Patch, patch, patch_text_encoder, use_tiny_vae
@@ -290,8 +290,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 def _check_sizes(options: argparse.Namespace) -> None:
     """Raise CommandError for a count below 1, or for a size that the pipeline would refuse or round."""
     for name in ("layers", "steps", "repeats", "ulysses"):
-        if (count := getattr(options, name)) is not None:
-            check_at_least_one(spelled(name), count)
+        check_at_least_one(spelled(name), getattr(options, name))
     for rank in options.lora or ():
         check_at_least_one("--lora", rank)
     case = CASES[options.config]

@@ -1,5 +1,7 @@
 """Helpers of the commands' tests: a small run, and the line that a failing command prints."""
 
+import json
+
 from turbo_rcm_patch.cli import main
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -15,3 +17,11 @@ def error_of(capsys, *argv):
     assert len(lines) == 1
     assert "Traceback" not in captured.err
     return lines[0]
+
+
+def index_in(folder, class_name="WanPipeline", experts=1):
+    """Write the index of a pipeline, which is all that most checks read. Return its folder."""
+    transformers = {name: ["diffusers", "a class"] for name in ("transformer", "transformer_2")[:experts]}
+    folder.mkdir(exist_ok=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": class_name, **transformers}))
+    return folder

@@ -13,7 +13,7 @@ from tests.cli.running import CAPTION, TINY, error_of
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.cli.arguments import parse_arguments
-from turbo_rcm_patch.cli.checks import check_arguments
+from turbo_rcm_patch.cli.command_checks import check_arguments
 from turbo_rcm_patch.cli.side_by_side import STRIP, strip_height, under_names, write_side_by_side
 
 OUTPUTS_OF_COMPARE = {"--json": ".json", "--plot": ".png", "--video": ".mp4"}

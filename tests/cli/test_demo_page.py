@@ -27,7 +27,7 @@ from PIL import Image
 from tests.cli.browser import CHROMIUM, OPTIONS, take
 from turbo_rcm_patch.cli import demo_page as page_of_demo
 from turbo_rcm_patch.cli.arguments import parse_arguments
-from turbo_rcm_patch.cli.checks import check_arguments
+from turbo_rcm_patch.cli.command_checks import check_arguments
 from turbo_rcm_patch.cli.demo_videos import EMBEDDED_MODEL, Answer, DemoVideos
 from turbo_rcm_patch.cli.files import write_video
 from turbo_rcm_patch.shapes.grammar import EXAMPLES

@@ -1,14 +1,13 @@
 """The answers and refusals of `turbo-rcm demo`, without its page."""
 
 import os
-import socket
 from dataclasses import replace
 from types import SimpleNamespace
 
 import imageio.v3 as iio
 import pytest
 
-from tests.cli.running import CAPTION, error_of
+from tests.cli.running import CAPTION
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import demo_videos
 from turbo_rcm_patch.cli.arguments import parse_arguments
@@ -165,37 +164,3 @@ def test_it_offers_what_it_was_started_with(tmp_path, saved_models):
     assert maker.loras == {f"{lora}:0.5": (lora, 0.5), f"{lora}:1": (lora, 1.0)}
     with pytest.raises(CommandError, match="at most 9;"):
         maker.answer(SMALL)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "./nowhere"], "--model ./nowhere: no such folder"),
-        (["--lora", "./nowhere.safetensors"], "--lora ./nowhere.safetensors: no such file"),
-        (["--lora", "org/name"], "--lora goes with --model; the embedded model takes none"),
-        (["--port", "70000"], "--port 70000: give a number from 1 to 65535"),
-        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 7860: Cannot assign requested address; choose"),
-        (["--max-pixels", "0"], "--max-pixels 0: give 1 or more"),
-        (["--device", "tpu"], "--device tpu is unknown"),
-    ],
-)
-def test_bad_options_are_one_line(capsys, options, message):
-    pytest.importorskip("gradio")
-    assert message in error_of(capsys, "demo", *options)
-
-
-def test_a_port_that_is_taken_is_one_line(capsys):
-    pytest.importorskip("gradio")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert f"--port {port}: Address already in use; choose" in error_of(capsys, "demo", "--port", port)
-
-
-def test_a_model_that_takes_an_image_is_refused_at_the_start(capsys, saved_models):
-    pytest.importorskip("gradio")
-    assert "demo takes text-to-video models" in error_of(capsys, "demo", "--model", saved_models / "i2v")
-
-
-def test_without_gradio_it_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'turbo_rcm_patch[demo]'" in error_of(capsys, "demo")

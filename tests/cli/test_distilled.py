@@ -14,7 +14,7 @@ from tests import lora_files
 from tests.cli.running import error_of
 from tests.official_names import official_state_dict, with_scales
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.cli import commands, main
+from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.cli.arguments import parse_arguments
 
 SMALL = ["--height", "32", "--width", "48", "--frames", "5", "--device", "cpu"]
@@ -213,76 +213,6 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
     assert parsed("odd:1") == ("odd:1", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--lora-2", __file__], "--lora and --recipe go with --model"),
-        (["--lora", __file__], "--lora and --recipe go with --model"),
-        (["--recipe", "rcm"], "--lora and --recipe go with --model"),
-        (["--model", "MODEL", "--lora", "missing.safetensors"], "--lora missing.safetensors: no such file or folder"),
-        (["--model", "MODEL", "--lora", "org/name", "--lora-2", "no"], "--lora-2 no: no such file or folder"),
-        (["--model", "MODEL", "--lora", "loras/a.safetensors"], "--lora loras/a.safetensors: no such file or folder"),
-        (["--model", "MODEL", "--lora", __file__], "test_distilled.py is not a file of weights; accepted are files"),
-        (["--model", "ONE", "--lora-2", "org/name"], "has no second transformer; leave --lora-2 out"),
-        (["--model", "ONE", "--guidance-2", "3"], "has no second transformer; leave --guidance-2 out"),
-        (
-            ["--model", "MODEL", "--guidance", "1", "--negative-prompt", "x"],
-            "only with --guidance above 1, and it is",
-        ),
-        (["--model", "MODEL", "--guidance", "1", "--guidance-2", "3"], "--guidance-2 has an effect only with"),
-        (["--model", "MODEL", "--lora", f"{__file__}:inf"], "give a finite strength"),
-        (["--model", "MODEL", "--lora-2", f"{__file__}:nan"], f"--lora-2 {__file__}:nan: give a finite strength"),
-        (["--model", "MODEL", "--lora-2", __file__, "--sigma-max", "80"], "--sigma-max is for rCM without"),
-        (
-            ["--model", "MODEL", "--lora-2", __file__, "--recipe", "none"],
-            "--recipe none keeps the pipeline's scheduler",
-        ),
-        (["--model", "MODEL", "--recipe", "fastwan", "--steps", "4"], "--steps 4: fastwan takes 3 steps"),
-        (["--model", "MODEL", "--recipe", "lightx2v", "--steps", "3"], "--steps 3: lightx2v takes 4 or more steps"),
-        (["--model", "MODEL", "--recipe", "causvid-lora", "--steps", "10"], "causvid-lora takes 1 to 9 steps"),
-        (["--model", "MODEL", "--recipe", "lightning", "--sigma-max", "80"], "--sigma-max is for rCM without"),
-        (["--model", "MODEL", "--recipe", "none", "--lora", __file__], "--recipe none keeps the pipeline's scheduler"),
-        (["--model", "MODEL", "--steps", "0"], "--steps 0: give 1 or more"),
-        (["--model", "MODEL", "--sigma-max", "80", "--steps", "5"], "--steps 5: the sampler takes 1 to 4 steps"),
-        (["--model", "MODEL", "--guidance", "nan"], "--guidance nan: give a number, 0 or more"),
-        (["--model", "MODEL", "--guidance-2", "-1"], "--guidance-2 -1.0: give a number, 0 or more"),
-        (["--model", "MODEL", "--recipe", "rcm-i2v"], "--recipe rcm-i2v is not for a WanPipeline, which --model"),
-        (["--model", "MODEL", "--recipe", "lightx2v-flf2v"], "accepted are rcm, turbowan, fastwan, lightx2v, lightn"),
-        (["--model", "MODEL", "--recipe", "turbot2av"], "--recipe turbot2av is not for a WanPipeline"),
-        (["--guidance", "5"], "--guidance goes with --model"),
-        (["--guidance-2", "5"], "--guidance-2 goes with --model"),
-        (["--negative-prompt", "blurred"], "--negative-prompt goes with --model"),
-    ],
-)
-def test_wrong_options_fail_before_anything_is_loaded(models, original, capsys, nothing_runs, options, message):
-    folders = {"MODEL": models / "wan22", "ONE": original[0]}
-    options = [str(folders.get(option, option)) for option in options]
-    assert message in error_of(capsys, "compare", *options)
-
-
-@pytest.mark.parametrize("name", ["org/name", "org/name/folder", "org/name/file.safetensors", "org/name/a/file.pt"])
-def test_a_lora_on_the_hub_passes_the_checks(models, monkeypatch, name):
-    monkeypatch.setattr(commands, "run", lambda arguments: 0)
-    assert main(["compare", "--model", str(models / "wan22"), "--lora", name]) == 0
-
-
-def test_a_missing_lora_in_a_folder_that_exists_is_no_hub_id(models, tmp_path, monkeypatch, capsys, nothing_runs):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wan/loras/few").mkdir(parents=True)
-    for file in ("wan/loras/few/a.safetensors", tmp_path / "a.safetensors"):
-        line = error_of(capsys, "compare", "--model", models / "wan22", "--lora", file)
-        assert f"--lora {file}: no such file or folder" in line
-    (tmp_path / "wan/loras/a.safetensors").write_text("no tensors")
-    line = error_of(capsys, "compare", "--model", models / "wan22", "--lora", "wan/loras/a.safetensors")
-    assert "--lora: cannot read wan/loras/a.safetensors" in line
-
-
-def test_a_folder_of_a_repositorys_name_hides_no_file_of_the_hub(models, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org/name").mkdir(parents=True)
-    test_a_lora_on_the_hub_passes_the_checks(models, monkeypatch, "org/name/file.safetensors")
-
-
 def test_what_the_files_hold_is_an_error_of_one_line(models, capsys):
     high, _ = loras(models, "wan22")
     argv = ["compare", "--model", models / "wan22", *SMALL]
@@ -317,13 +247,6 @@ def test_advice_is_about_options(models, tmp_path, capsys):
     sparse = ["--transformer", scaled, "--transformer-2", scaled, "--preset", "sparse"]
     line = error_of(capsys, "generate", "a fox", "-o", tmp_path / "out.mp4", *argv[1:], *sparse)
     assert "was trained without sparse-linear attention; give another --preset, such as quantized." in line
-
-
-def test_a_second_lora_needs_a_second_transformer(models, original, capsys):
-    _, low = loras(models, "wan22")
-    for more in ([], ["--lora", low]):
-        error = error_of(capsys, "compare", "--model", original[0], *SMALL, *more, "--lora-2", low)
-        assert "has no second transformer; leave --lora-2 out" in error
 
 
 def test_guidance_that_would_be_ignored_is_an_error_of_one_line(original, capsys):

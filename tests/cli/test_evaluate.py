@@ -76,21 +76,6 @@ def test_evaluate_takes_the_size_of_the_embedded_model(stop_at, saved_models, mo
     assert options | {"n": 256, "steps": (1, 2, 4), "batch_size": 16, "configs": {"exact": PRESETS["exact"]}} == options
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", "1,5"], "--steps 5: the sampler takes 1 to 4 steps"),
-        (["-n", "0"], "-n 0: give 1 or more"),
-        (["--batch-size", "-1"], "--batch-size -1: give 1 or more"),
-        (["--preset", "fastest"], "preset 'fastest' is unknown"),
-        (["--height", "100"], "--height 100 is not divisible by 16"),
-        (["--json", "out.txt"], "give a name ending in .json"),
-    ],
-)
-def test_wrong_options_of_evaluate(capsys, nothing_runs, options, message):
-    assert message in error_of(capsys, "evaluate", *options)
-
-
 def test_evaluate_refuses_an_image_to_video_model_and_a_low_sigma_max(capsys, saved_models):
     message = error_of(capsys, "evaluate", "--model", saved_models / "i2v")
     assert "makes videos from an image; evaluate takes text-to-video models" in message

@@ -42,22 +42,6 @@ spec.loader.exec_module(parallel)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--gpus", "0"], "--gpus 0: give 1 or more"),
-        (["--gpus", "-2"], "--gpus -2: give 1 or more"),
-        (["--gpus", "3"], "--gpus 3: the model has 4 attention heads; give one of 2, 4."),
-        ([*TWO, "--device", "cpu"], "leave --device cpu out"),
-        ([*TWO, "--device", "cuda:1"], "leave --device cuda:1 out"),
-        ([*TWO, "--vram", "8GB"], "leave --vram out"),
-        ([*TWO, "--offload"], "leave --offload out"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, capsys, options, message):
-    assert message in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *options)
-
-
-@pytest.mark.parametrize(
     ("found", "shown"),
     [
         (0, "PyTorch finds 0 GPUs here; leave --gpus out"),
@@ -69,12 +53,6 @@ def test_more_gpus_than_there_are(tmp_path, capsys, monkeypatch, found, shown):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
     error = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", "--gpus", 4)
     assert error == f"turbo-rcm generate: --gpus 4: {shown}."
-
-
-def test_a_model_with_sound(tmp_path, capsys):
-    (tmp_path / "model_index.json").write_text('{"_class_name": "LTX2Pipeline"}')
-    error = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", "--model", tmp_path, *TWO)
-    assert error.endswith("LTX2Pipeline; --gpus takes Wan models.")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
@@ -17,7 +16,7 @@ from tests.official_names import official_state_dict
 from tests.patching.tiny_vae.published import tiny_file
 from tests.tiny_ltx2 import tiny_ltx2_pipeline_for_prompts
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.cli import checks, commands, main
+from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.files import Sound, write_video
 
 imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
@@ -131,16 +130,6 @@ def test_its_projections_count_if_they_are_not_zero(model, tmp_path, capsys):
     torch.save(weights, path)
     assert "which --preset exact leaves out; give --preset sparse." in error_of(capsys, *generate)
     assert main([*generate, "--preset", "sparse"]) == 0
-
-
-def test_an_image_needs_pyav(tmp_path, capsys, monkeypatch):
-    """Without this check diffusers would ask for it only when the model is loaded and on the GPU."""
-    (tmp_path / "model_index.json").write_text('{"_class_name": "LTX2ImageToVideoPipeline"}')
-    Image.new("RGB", (96, 64)).save(tmp_path / "image.png")
-    options = ["--model", tmp_path, "--image", tmp_path / "image.png", *OPTIONS]
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None if name == "av" else find_spec(name))
-    line = error_of(capsys, "generate", "a fox barks", *options, "-o", tmp_path / "video.mp4")
-    assert line.endswith("compresses the image first, which needs PyAV; install it with: pip install av")
 
 
 def test_advice_is_about_a_model_with_sound(model, tmp_path, capsys):

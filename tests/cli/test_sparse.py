@@ -93,7 +93,7 @@ def test_projections_are_the_given_transformer_s(saved_models, with_projections,
     assert "has no proj_l" in line
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("kind", ["file", "folder", "pipeline"])
 def test_weights_with_projections_are_refused_in_other_tiers(saved_models, with_projections, tmp_path, capsys, kind):
     """They would run with dense attention."""
     given = with_projections / "transformer"
@@ -101,8 +101,12 @@ def test_weights_with_projections_are_refused_in_other_tiers(saved_models, with_
         model, given = tiny_wan_transformer(), tmp_path / "TurboWan2.1.pth"
         torch.save(with_proj_l(official_state_dict(model), model), given)
     options = ["--model", saved_models / "t2v", "--transformer", given, *TINY]
+    what = f"--transformer {given}"
+    if kind == "pipeline":
+        options = ["--model", with_projections, *TINY]
+        what = f"the transformer of --model {with_projections}"
     generate = ["generate", "a fox", "-o", tmp_path / "out.mp4", *options]
-    told = f"--transformer {given} was trained with sparse-linear attention (it has proj_l), which"
+    told = f"{what} was trained with sparse-linear attention (it has proj_l), which"
     for command in (generate, ["compare", *options]):
         for preset in ("exact", "quantized"):
             line = error_of(capsys, *command, "--preset", preset)
@@ -116,38 +120,3 @@ def test_a_folder_without_projections_is_refused(saved_models, capsys):
     line = error_of(capsys, "verify", "--model", saved_models / "t2v", "--device", "cpu", *SPARSE)
     assert "has no proj_l" in line
     assert "(SLA); give them as --transformer, or another --preset: 'block_sparse', whose" in line
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--topk", "0.2"],
-            "--topk is an option of --preset sparse, not of exact; leave it out, or choose another preset",
-        ),
-        (
-            ["--preset", "sparse", "--topk", "0"],
-            "--topk: topk=0.0; give a share of the key blocks",
-        ),
-        (["--mass", "0.5"], "--mass is an option of --preset block_sparse, not of exact; leave it out"),
-        (
-            ["--preset", "sparse", "--mass", "0.5"],
-            "--mass is an option of --preset block_sparse, not of sparse",
-        ),
-        (
-            ["--preset", "quantized", "--min-tokens", "0"],
-            "--min-tokens is an option of --preset block_sparse, not of quantized",
-        ),
-        (["--preset", "block_sparse", "--topk", "0.2"], "--topk is an option of --preset sparse, not of block_sparse"),
-        (
-            ["--preset", "block_sparse", "--mass", "1.5"],
-            "--mass: mass=1.5; give a share of the estimated attention",
-        ),
-        (
-            ["--preset", "block_sparse", "--min-tokens", "-1"],
-            "min_tokens=-1; give a whole number of tokens, at least 0",
-        ),
-    ],
-)
-def test_wrong_shares(capsys, options, message):
-    assert message in error_of(capsys, "verify", *options)

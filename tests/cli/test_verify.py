@@ -12,7 +12,7 @@ from tests.bench.test_keep_out import key_channel
 from tests.cli.running import TINY, error_of
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
-from turbo_rcm_patch.cli import main, pipelines
+from turbo_rcm_patch.cli import main
 
 
 def test_verify_passes(tmp_path, capsys):
@@ -156,28 +156,6 @@ def test_no_list_is_written_if_an_expert_did_not_run(tmp_path, capsys):
 def test_wrong_lists(capsys, options, message):
     preset = [] if "--preset" in options else ["--preset", "quantized"]
     assert message in error_of(capsys, "verify", *TINY, *preset, *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--config", "wan3"], "--config wan3 is unknown; accepted are wan2.1-1.3b, wan2.1-14b, wan2.1-i2v-14b"),
-        (["--config", "tiny", "--model", "x/y"], "leave --model out"),
-        (["--config", "tiny", "--image", __file__], "leave --image out"),
-        (["--config", "tiny", "a fox"], "leave a prompt out"),
-        (["--config", "tiny", "--offload"], "leave --offload out"),
-        (["--config", "tiny", "--vram", "8GB"], "leave --vram out"),
-        (["--config", "tiny", "--layers", "0"], "--layers 0: give 1 or more"),
-        (["--config", "wan2.1-1.3b", "--layers", "31"], "--layers 31: wan2.1-1.3b has 30 blocks; give at most 30."),
-        (["--config", "wan3", "--layers", "31"], "--config wan3 is unknown"),
-        (["--config", "wan2.2-5b", "--height", "720"], "--height 720 is not divisible by 32; try 704"),
-        (["--layers", "2"], "--layers goes with --config"),
-    ],
-)
-def test_wrong_options_of_verify(capsys, monkeypatch, options, message):
-    monkeypatch.setattr(pipelines, "build_pipeline", lambda *args, **kwargs: pytest.fail("a model was built"))
-    monkeypatch.setattr(pipelines, "load_pipeline", lambda *args: pytest.fail("a model was loaded"))
-    assert message in error_of(capsys, "verify", *options)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 These files import neither torch nor diffusers, so that `--help` and most errors come at once:
 
     arguments.py       the options
-    checks.py          errors that show before a model is loaded
+    command_checks.py, generation_checks.py, model_checks.py    errors that show before a model is loaded
     sizes.py           the sizes that a model takes
     files.py           outputs, written whole or not at all
     errors.py          one-line errors and exit codes
@@ -14,7 +14,7 @@ The others import them:
     commands.py        the commands; info.py has `info`, tuning.py `tune`
     pipelines.py       loads the model; transformers.py has --transformer
     model_memory.py    the GPU memory that `info` shows
-    sampling.py        the sampler and the guidance
+    sampling.py        the sampler and the guidance; notes.py has warnings
     video_writer.py    mp4 files; side_by_side.py has those of `compare`
     gpus.py            a process for each GPU
     demo_page.py       the page of `demo`; demo_videos.py makes its videos, demo_answer.py shows what they took
@@ -28,7 +28,7 @@ import sys
 from collections.abc import Sequence
 
 from .arguments import parse_arguments
-from .checks import check_arguments
+from .command_checks import check_arguments
 from .errors import exit_code
 from .other_warnings import without_other_warnings
 from .quiet_imports import quiet_imports

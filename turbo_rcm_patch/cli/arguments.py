@@ -1,4 +1,4 @@
-"""Options of the commands."""
+"""Options of the commands, and what is given of them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ VERBOSE = (
     "the tiny model"
 )
 DTYPES = ("float32", "bfloat16", "float16")
+OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
+LORAS = ("lora", "lora_2")
+CONFIG_OPTIONS = ("topk", "mass", "min_tokens", "keep", "vae")  # of the patch, beside --preset
 _PROMPT = f"a description of the video; the embedded model knows captions like '{EXAMPLES[0]}'"
 
 
@@ -49,6 +52,24 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def spelled(name: str) -> str:
     """Return an option as the shell has it, by its name in the arguments."""
     return f"--{name.replace('_', '-')}"
+
+
+def step_counts(arguments: argparse.Namespace) -> tuple[int | None, ...]:
+    """Return all numbers of steps that the command runs. None: the model's own."""
+    return arguments.steps if isinstance(arguments.steps, tuple) else (arguments.steps,)
+
+
+def config_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the options of the configuration that are given, by name.
+
+    Raises CommandError for a file of --keep beside other names.
+    """
+    given = {name: value for name in CONFIG_OPTIONS if (value := getattr(arguments, name, None)) is not None}
+    if any(name.endswith(".json") for name in given.get("keep", ())):
+        if len(given["keep"]) > 1:
+            raise CommandError(f"--keep takes one file alone, or names; given are {' and '.join(given['keep'])}.")
+        (given["keep"],) = given["keep"]
+    return given
 
 
 def as_path(text: str) -> Path:
@@ -282,7 +303,7 @@ def add_distilled_options(parser: argparse.ArgumentParser) -> None:
         f"how the model or LoRA was distilled: {', '.join(RECIPES)}; none: keep the pipeline's scheduler (default: "
         "recognised by names and files, otherwise none)"
     )
-    parser.add_argument("--recipe", choices=("none", *RECIPES), metavar="NAME", help=recipe)
+    parser.add_argument("--recipe", choices=(OWN_SAMPLER, *RECIPES), metavar="NAME", help=recipe)
 
 
 def _lora(text: str) -> tuple[str, float]:

@@ -45,7 +45,7 @@ from ..patching.weights.load import component_folders, empty_model, read_config
 from ..patching.weights.quantize_linears import capability_of
 from ..patching.weights.store import convert_model
 from ..wording import counted
-from .checks import CONFIG_OPTIONS, LORAS, TRANSFORMERS, config_options
+from .arguments import CONFIG_OPTIONS, LORAS, config_options
 from .errors import CommandError, in_the_shell, user_errors
 from .files import replacing, write_json, write_video
 from .info import info
@@ -339,7 +339,7 @@ def _demo(arguments: argparse.Namespace) -> NoReturn:
 def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:
     """Return the settings, except the seed, that are needed to reproduce a figure or a video."""
     config = getattr(arguments, "config", None)
-    names = ("image", *TRANSFORMERS, *LORAS, "recipe", "sigma_max", *CONFIG_OPTIONS)
+    names = ("image", *COMPONENTS, *LORAS, "recipe", "sigma_max", *CONFIG_OPTIONS)
     return {
         **({"config": config, "layers": len(blocks_of(pipe.transformer))} if config else {}),
         "model": arguments.model or (None if config else "embedded"),

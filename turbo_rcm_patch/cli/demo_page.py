@@ -18,7 +18,7 @@ from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
 from ..recipes import RCM_STEPS, RECIPES, recipes_for
 from ..shapes.grammar import EXAMPLES
-from .checks import OWN_SAMPLER
+from .arguments import OWN_SAMPLER
 from .demo_answer import as_bars, as_error, as_headline, folded
 from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request, Tell
 from .errors import CommandError

@@ -19,10 +19,11 @@ from ..bench.replaced import replaced
 from ..bench.report import comparison_table
 from ..bench.variants import PATCHED, UNPATCHED
 from ..wording import counted
-from .checks import CONFIG_OPTIONS, check_generation
+from .arguments import CONFIG_OPTIONS
 from .demo_answer import Stages, headline_of, stages_of
 from .errors import CommandError, user_errors
 from .files import write_video
+from .generation_checks import check_generation
 from .pipelines import (
     choose_config,
     choose_device,

@@ -31,12 +31,14 @@ from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler
 from ..shapes import grammar
 from ..wording import counted
-from .checks import check_heads, check_pipeline_class, check_second_transformer, config_options
+from .arguments import config_options
 from .errors import CommandError, why_not_loaded
 from .files import Sound
-from .sampling import default_of, default_steps, guidance, install_sampler, warn
+from .model_checks import check_heads, check_pipeline_class, check_second_transformer
+from .notes import warn
+from .sampling import default_of, default_steps, guidance, install_sampler
 from .sizes import size_rules
-from .transformers import converted_folder, files_of_ours, given_transformers
+from .transformers import check_own_transformers, converted_folder, files_of_ours, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
@@ -121,8 +123,10 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
         pipe = embedded.load_embedded_pipeline(dtype, sla=sparse)
     else:
         pipe = _load_model(arguments, dtype)
-        if sparse and getattr(arguments, "patched", None) is None:
-            load_projections(pipe)
+        if getattr(arguments, "patched", None) is None:
+            check_own_transformers(pipe, arguments)
+            if sparse:
+                load_projections(pipe)
     given = arguments.height, arguments.width, arguments.frames
     size_rules(pipe.vae.config, (pipe.transformer or pipe.transformer_2).config).check(*given)
     of_shapes = arguments.model is None or arguments.command == "evaluate"

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import inspect
 import logging
-import sys
 from collections.abc import Iterator
 
 from diffusers import DiffusionPipeline
@@ -18,9 +17,10 @@ from ..patching.sampling import distilled_handle
 from ..patching.sampling.use_distilled import NotRecognised
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler
-from .arguments import spelled
-from .checks import LORAS, OWN_SAMPLER, given_loras, step_counts
+from .arguments import LORAS, OWN_SAMPLER, step_counts
 from .errors import CommandError, in_the_shell
+from .generation_checks import check_has_effect
+from .notes import tell
 
 
 def install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
@@ -58,41 +58,14 @@ def guidance(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str
         scale = 1.0 if isinstance(pipe.scheduler, FewStepScheduler) else default_of(pipe, "guidance_scale")
     if arguments.guidance_2 is not None and pipe.config.get("boundary_ratio") is None:
         raise CommandError(f"--model {arguments.model} has no second transformer; leave --guidance-2 out.")
-    call = {"guidance_scale": scale}
-    for option, name in (("guidance_2", "guidance_scale_2"), ("negative_prompt", "negative_prompt")):
-        if (value := getattr(arguments, option)) is None:
-            continue
-        if scale <= 1:
-            raise CommandError(
-                f"{spelled(option)} has an effect only with --guidance above 1, and it is {scale:g}; leave it out."
-            )
-        call[name] = value
-    return call
+    check_has_effect(arguments, scale)
+    call = {"guidance_scale_2": arguments.guidance_2, "negative_prompt": arguments.negative_prompt}
+    return {"guidance_scale": scale, **{name: value for name, value in call.items() if value is not None}}
 
 
 def default_of(pipe: DiffusionPipeline, name: str) -> object:
     """Return the default of an argument of the pipeline's call."""
     return inspect.signature(type(pipe).__call__).parameters[name].default
-
-
-def warn(arguments: argparse.Namespace, message: str) -> None:
-    """Print a warning to stderr, or add it to ``arguments.notes``, which the page of `demo` has."""
-    if not _noted(arguments, message):
-        print(f"turbo-rcm {arguments.command}: warning: {message}", file=sys.stderr)
-
-
-def tell(arguments: argparse.Namespace, message: str) -> None:
-    """Print a message, or add it to ``arguments.notes``."""
-    if not _noted(arguments, message):
-        print(message, end="\n\n")
-
-
-def _noted(arguments: argparse.Namespace, message: str) -> bool:
-    """Add the message to ``arguments.notes`` and return True, or return False if there are no notes."""
-    if not hasattr(arguments, "notes"):
-        return False
-    arguments.notes.append(message)
-    return True
 
 
 def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guided: bool) -> None:
@@ -102,7 +75,7 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
             tell(arguments, _own_sampler(pipe, arguments.model) + ".")
             return
         recipe = None  # a saved few-step sampler is the pipeline's own
-    loras = [given_loras(arguments).get(option, (None, 1.0)) for option in LORAS]
+    loras = [getattr(arguments, name, None) or (None, 1.0) for name in LORAS]
     if loras[1][0] is None:
         source, scale = loras[0]  # perhaps a folder with a file for each expert
     elif len(transformers_of(pipe)) == 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import GGUFQuantizationConfig
+from diffusers import DiffusionPipeline, GGUFQuantizationConfig
 from torch import nn
 
 from ..checkpoints.files import COMPONENTS, keys_in
@@ -17,13 +17,14 @@ from ..checkpoints.lazy import PICKLED, open_tensors
 from ..checkpoints.recognise import swapped_files
 from ..checkpoints.scaled import has_scales
 from ..config import PRESETS, Sparse
+from ..patching.apply import transformers_of
 from ..patching.families import family_named, family_of, weights_in
 from ..patching.steps.sparse_linear import is_projection, needs_projections
 from ..patching.weights.load import FILE, component_folders, empty_model, read_config
 from ..wording import with_article
 from .arguments import spelled
 from .errors import CommandError, in_the_shell
-from .sampling import warn
+from .notes import warn
 
 _OF_PIPELINE = ("in_channels", "out_channels", "text_dim")  # what the rest of a pipeline gives and takes
 
@@ -188,12 +189,20 @@ def has_projections(source: Path, model: nn.Module) -> bool:
         return any(needed or bool(tensor.load().any()) for name, tensor in tensors.items() if is_projection(name))
 
 
+def check_own_transformers(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
+    """Raise CommandError if a transformer of --model itself has proj_l and would run without it."""
+    for name, model in transformers_of(pipe).items():
+        source = Path(model.config.get("_name_or_path") or "")
+        if getattr(arguments, name, None) is None and (source / "config.json").is_file():
+            _check_attention(f"the {name} of --model {arguments.model}", source, arguments, model)
+
+
 def _of_folder(folder: Path, arguments: argparse.Namespace, name: str, dtype: torch.dtype) -> nn.Module:
     """Return the transformer of a folder. name: that of the option that gives it."""
     model = empty_model(folder)  # raises ValueError for a class that is not supported
     if (folder / FILE).is_file():
         return model
-    _check_attention(folder, arguments, name, model)
+    _check_attention(f"{spelled(name)} {folder}", folder, arguments, model)
     return type(model).from_pretrained(folder, dtype=dtype)
 
 
@@ -219,11 +228,11 @@ def _of_file(
         config = {"config": str(Path(pipeline).expanduser()), "subfolder": name}
         if empty:
             model = _empty(family.transformer_class, dtype, **config)
-            _check_attention(path, arguments, name, model)
+            _check_attention(f"{option} {path}", path, arguments, model)
         else:
             if not is_gguf:
                 _check_plain(path, plain := _empty(family.transformer_class, dtype, **config))
-                _check_attention(path, arguments, name, plain)
+                _check_attention(f"{option} {path}", path, arguments, plain)
             more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
             model = family.transformer_class.from_single_file(str(path), dtype=dtype, **config, **more)
     except NotImplementedError as error:  # a tensor on the meta device cannot be read
@@ -255,12 +264,15 @@ def _check_plain(path: Path, model: nn.Module) -> None:
         weights_in(path, tensors, model, partial=True)
 
 
-def _check_attention(source: Path, arguments: argparse.Namespace, name: str, model: nn.Module) -> None:
-    """Raise CommandError for weights with proj_l that would run without it. diffusers drops it."""
+def _check_attention(what: str, source: Path, arguments: argparse.Namespace, model: nn.Module) -> None:
+    """Raise CommandError for weights with proj_l that would run without it. diffusers drops it.
+
+    what: the weights, in the error. source: their file or folder.
+    """
     no_patch = getattr(arguments, "no_patch", False)
     if (no_patch or not isinstance(PRESETS[arguments.preset], Sparse)) and has_projections(source, model):
         raise CommandError(
-            f"{spelled(name)} {source} was trained with sparse-linear attention (it has proj_l), which "
+            f"{what} was trained with sparse-linear attention (it has proj_l), which "
             f"{'--no-patch' if no_patch else f'--preset {arguments.preset}'} leaves out; give --preset sparse"
             f"{', without --no-patch' if no_patch else ''}."
         )
