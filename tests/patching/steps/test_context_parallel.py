@@ -644,7 +644,7 @@ def test_ranks_with_other_numbers_of_runs_replay_together(ranks, name):
     reasons = {
         "a hook on one": ("another GPU runs without (3)", "torch hook (3)"),
         "large, with a hook on one": ("another GPU runs without (2)", "torch hook (2)"),
-        "large": ("another GPU runs without (2)", "timesteps per token in more than 2 runs (2)"),
+        "large": ("another GPU runs without (2)", "timesteps per token that are not embedded as 2 runs or fewer (2)"),
         "too large": ("too large to gain (2)", "too large to gain (2)"),
     }
     assert all(reason in note for reason, note in zip(reasons.get(name, ("", "")), notes, strict=True)), notes

@@ -32,7 +32,7 @@ FACTOR_IN_PARALLEL = 2
 # GPU with a given first frame has two of its own. But NCCL replays only recordings that all GPUs made at the same time.
 # So the key, which has the number of runs, must be the same on all.
 RUNS_IN_PARALLEL = 2
-TOO_MANY_RUNS = f"timesteps per token in more than {RUNS_IN_PARALLEL} runs"
+NOT_IN_FEW_RUNS = f"timesteps per token that are not embedded as {RUNS_IN_PARALLEL} runs or fewer"
 
 WAN_BLOCK = wan_block(WanAttention)
 
@@ -76,7 +76,7 @@ def _with_runs(transformer: WanTransformer3DModel, inputs: Inputs) -> tuple[Inpu
         runs = runs.padded(RUNS_IN_PARALLEL)
     if runs is not None:
         return (latents, runs.timestep, *prompt, runs.values, runs.lengths), None
-    return inputs, TOO_MANY_RUNS if is_parallel else None
+    return inputs, NOT_IN_FEW_RUNS if is_parallel else None
 
 
 def _compute(
