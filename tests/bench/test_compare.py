@@ -11,7 +11,7 @@ from tests.bench.damage import damage_block
 from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench import variants as variants_module
-from turbo_rcm_patch.bench.cases import build_pipeline
+from turbo_rcm_patch.bench.cases import build_pipeline, install_few_steps, random_inputs
 from turbo_rcm_patch.bench.coding import decode_flops
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import NO_SPEED_UPS, comparison_table, plot
@@ -97,6 +97,23 @@ def test_what_every_variant_decodes_is_compared_with_fp32(pipe, monkeypatch):
     monkeypatch.setattr(forward, "decoded", lambda *args: (1.05 * part for part in right(*args)))
     with pytest.raises(RuntimeError, match=r"the patched VAE errs more.*nothing was timed"):
         compare(pipe, call, with_oracle=True)
+
+
+@pytest.mark.parametrize("expert", [0, 1])
+def test_both_experts_are_judged(monkeypatch, expert):
+    """The second one runs in the third step."""
+    pipe = build_pipeline(CASES["tiny-experts"], torch.float32, torch.device("cpu"))
+    install_few_steps(pipe)
+    name = ("transformer", "transformer_2")[expert]
+    call = {**random_inputs(pipe), "height": 16, "width": 32, "num_frames": 5, "guidance_scale": 1.0}
+    call |= {"num_inference_steps": 3, "output_type": "latent"}
+    options = {"with_oracle": True, "repeats": 1, "warmups": 0}
+    unpatched, patched = compare(pipe, call, **options).variants
+    assert max(unpatched.step_error, patched.step_error) < 1e-5
+    compare(pipe, {**call, "num_inference_steps": 1}, **options)  # runs the first one alone
+    damage_block(monkeypatch, variants_module, f"{name}.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
+    with pytest.raises(RuntimeError, match=rf"^the patched {name} errs more"):
+        compare(pipe, call, **options)
 
 
 @pytest.mark.parametrize(("config", "what"), [("exact", "the patched"), ("quantized", "the exactly patched")])

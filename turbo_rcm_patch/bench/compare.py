@@ -7,11 +7,13 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+from torch import nn
 
 from ..config import PatchConfig, resolve_config
 from ..patching import Patch
@@ -22,7 +24,7 @@ from .coding import coded, coding_oracle, decode_flops, inputs_of, refuse_tiny_v
 from .compilations import compilations
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
-from .oracle import first_call, run_oracle, tensors_of
+from .oracle import first_calls, run_oracle, tensors_of
 from .replaced import progress_bar
 from .timing import StageTimings, TimedGeneration, in_turns, timed_generation
 from .variants import (
@@ -53,7 +55,7 @@ class Variant:
     video: frames [F, H, W, 3] in [0, 1] of the first sample, or None without frames.
     compiled: how many kernels of Triton's and graphs of torch.compile's were compiled in the measured generations.
     step_error: relative L2 of the transformer's first output to the unpatched transformer's in fp32, of several outputs
-        the largest, or None if that did not run.
+        or two experts the largest, or None if that did not run.
     decode_error: the same for the frames that the VAE decodes from up to ORACLE_LATENTS latent frames.
     weights: bytes of the transformers' tensors in this variant.
     """
@@ -126,7 +128,7 @@ def compare(
     recorded in an unmeasured generation, because all later videos of a user replay them.
 
     with_compile: True to run regional torch.compile (``compile_repeated_blocks``) too. None: only on a GPU.
-    with_oracle: True to check every variant against fp32 first: the transformer's first call, and the decoding if
+    with_oracle: True to check every variant against fp32 first: each transformer's first call, and the decoding if
         frames are made. The fp32 weights need memory beside the model's. Raises RuntimeError if the patched variant's
         error is above the tier's limits.
     ulysses: the number of GPUs among which diffusers' Ulysses context parallelism splits every sample. Above 1, that
@@ -241,14 +243,36 @@ def _with_memory(timings: StageTimings, more: int) -> StageTimings:
 
 
 class _Errors(NamedTuple):
-    """A variant's `step_error` and `decode_error`."""
+    """A variant's errors: of a step with each transformer by its name, and `decode_error`."""
 
-    step: float | None = None
+    steps: Mapping[str, float] = MappingProxyType({})
     decode: float | None = None
+
+    @property
+    def step(self) -> float | None:
+        """The variant's `step_error`."""
+        return max(self.steps.values(), default=None)
+
+
+class _Step(NamedTuple):
+    """A transformer's first call in a generation, and its outputs in fp32."""
+
+    transformer: nn.Module
+    args: tuple
+    kwargs: Mapping[str, object]
+    oracle: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, transformer: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> _Step:
+        return cls(transformer, args, kwargs, tensors_of(run_oracle(transformer, args, kwargs, torch.float32)))
+
+    def error(self) -> float:
+        """Return the relative L2 of the transformer's outputs as it is now, of several the largest."""
+        return max(map(relative_l2, tensors_of(self.transformer(*self.args, **self.kwargs)), self.oracle))
 
 
 class _Judge:
-    """Judges the transformer's first call in a generation, and the first decoding of its VAE, if the patch knows it.
+    """Judges each transformer's first call in a generation, and the first decoding of its VAE, if the patch knows it.
 
     It holds their oracles, and computes the variants' errors.
     """
@@ -256,8 +280,9 @@ class _Judge:
     def __init__(self, pipe: DiffusionPipeline, generate: Callable[[], object], config: PatchConfig):
         self._pipe, self._config, self._sample = pipe, config, None
         with inputs_of(pipe.vae, "decode") if is_vae(pipe.vae) else contextlib.nullcontext([]) as latents:
-            self._args, self._kwargs = first_call(pipe.transformer, generate)
-        self._oracle = tensors_of(run_oracle(pipe.transformer, self._args, self._kwargs, torch.float32))
+            transformers = transformers_of(pipe)
+            calls = first_calls(transformers, generate)
+        self._steps = {name: _Step.of(transformers[name], *call) for name, call in calls.items()}
         if latents:
             self._latents = latents[0]
             self._sample = coding_oracle(pipe.vae, "decode", self._latents[:, :, :ORACLE_LATENTS], torch.float32)
@@ -268,10 +293,11 @@ class _Judge:
         errors = {name: self._errors(switch) for name, switch in switches.items()}
         base, patched = errors[UNPATCHED], errors[PATCHED]
         for name, tier in {EXACT_PATCH: EXACT, PATCHED: self._config.tier}.items():
-            if name in errors:
-                allowed = tier.limits.allowed(base.step, self._oracle[0].dtype, "step")
-                what = "the exactly patched transformer" if name == EXACT_PATCH else "the patched transformer"
-                self._check(what, errors[name].step, base.step, allowed, " `turbo-rcm verify` says which block.")
+            for transformer, error in errors[name].steps.items() if name in errors else ():
+                unpatched = base.steps[transformer]
+                allowed = tier.limits.allowed(unpatched, self._steps[transformer].oracle[0].dtype, "step")
+                what = f"the {'exactly patched' if name == EXACT_PATCH else 'patched'} {transformer}"
+                self._check(what, error, unpatched, allowed, " `turbo-rcm verify` says which block.")
         if self._sample is not None:
             allowed = self._config.decode_limits.allowed(base.decode, self._latents.dtype)
             self._check("the patched VAE", patched.decode, base.decode, allowed)
@@ -304,12 +330,11 @@ class _Judge:
 
     def _errors(self, switch: Switch) -> _Errors:
         with switch(), torch.no_grad():
-            outputs = tensors_of(self._pipe.transformer(*self._args, **self._kwargs))
-            step = max(map(relative_l2, outputs, self._oracle))
+            steps = {name: step.error() for name, step in self._steps.items()}
             if self._sample is None:
-                return _Errors(step)
+                return _Errors(steps)
             frames = coded(self._pipe.vae, "decode", self._latents)[:, :, : self._sample.shape[2]]
-            return _Errors(step, relative_l2(frames, self._sample))
+            return _Errors(steps, relative_l2(frames, self._sample))
 
 
 def _variant(name: str, run: Runs, base: Runs, errors: _Errors, device: torch.device) -> Variant:

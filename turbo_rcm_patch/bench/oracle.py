@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from diffusers import DiffusionPipeline
@@ -57,11 +58,21 @@ def tensors_of(output: Output) -> list[torch.Tensor]:
 
 def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dict]:
     """Return the arguments of a module's first call while something runs."""
-    seen: list[tuple[tuple, dict]] = []
-    hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
-    with hook, torch.no_grad():
+    return first_calls({"module": module}, run)["module"]
+
+
+def first_calls(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[tuple, dict]]:
+    """Return the arguments of each module's first call while something runs, without those that are not called."""
+    seen: dict[str, tuple[tuple, dict]] = {}
+
+    def note(name: str, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen.setdefault(name, (args, kwargs))
+
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for name, module in modules.items():
+            stack.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
         run()
-    return seen[0]
+    return seen
 
 
 def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
