@@ -80,8 +80,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     """Run one of several processes, each on the GPU of its rank. The first one reports."""
-    device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
-    torch.cuda.set_device(device)
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
     torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=options.ulysses)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere):
         measure_presets(options, device, is_first=rank == 0)
@@ -279,7 +282,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--lora is timed from embeddings; leave --prompt out.")
     if options.lora and options.steps < 2:
         parser.error("--lora is timed with changes between two steps; --steps must be 2 at least.")
-    if options.ulysses > max(1, torch.cuda.device_count()):
+    if torch.cuda.is_available() and options.ulysses > torch.cuda.device_count():
         parser.error(f"--ulysses {options.ulysses}: PyTorch finds {torch.cuda.device_count()} CUDA GPUs.")
     return options
 

@@ -46,7 +46,6 @@ def test_it_checks_its_presets_first(capsys):
     ("options", "message"),
     [
         ("--ulysses 0", "--ulysses 0: give 1 or more."),
-        ("--ulysses 99", "--ulysses 99: PyTorch finds "),
         ("--layers 0", "--layers 0: give 1 or more."),
         ("--steps -1", "--steps -1: give 1 or more."),
         ("--repeats 0", "--repeats 0: give 1 or more."),
