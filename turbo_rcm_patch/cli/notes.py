@@ -1,4 +1,4 @@
-"""What a command says beside its result: printed, or noted for the page of `demo`."""
+"""Warnings and messages of a command. They are printed, or kept as notes for the page of `demo`."""
 
 from __future__ import annotations
 

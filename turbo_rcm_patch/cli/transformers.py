@@ -190,7 +190,10 @@ def has_projections(source: Path, model: nn.Module) -> bool:
 
 
 def check_own_transformers(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
-    """Raise CommandError if a transformer of --model itself has proj_l and would run without it."""
+    """Raise CommandError if a transformer of --model itself has proj_l and would run without it.
+
+    The pipeline is loaded by now. Before that, a model on the hub has no folder to look into.
+    """
     for name, model in transformers_of(pipe).items():
         source = Path(model.config.get("_name_or_path") or "")
         if getattr(arguments, name, None) is None and (source / "config.json").is_file():

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from ..latents import latent_size
+from ..patching.families.ltx2.call import FRAME_RATE, TEXT_TOKENS
 from .traced import traced_bytes
 
-TEXT_TOKENS = 1024  # of a prompt, to which it is padded
-FRAME_RATE = 24.0  # with which a pipeline makes the sound as long as the video
 # Tensors of all layers' hidden states that are alive together: after the encoder as they are, stacked and repeated.
 IN_ENCODER, IN_CONNECTORS = 3, 6
 
