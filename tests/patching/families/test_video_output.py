@@ -53,6 +53,25 @@ def test_bit_for_bit(on, dtype, output_type, batch, monkeypatch):
         assert same(postprocess_video(processor, video, output_type), expected)
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_an_image_keeps_its_pixels_when_another_piece_takes_the_memory(channels):
+    frame = np.full((9, 7, channels), 3, np.uint8)
+    image = video_output._image(frame)
+    frame[:] = 7
+    assert np.array_equal(np.asarray(image).reshape(frame.shape), np.full_like(frame, 3))
+
+
+def test_images_are_made_while_later_frames_are_on_their_way(monkeypatch):
+    monkeypatch.setattr(video_output, "PIECE_BYTES", 1)  # one frame
+    order, pieces, image = [], video_output.pieces_on_cpu, video_output._image
+    monkeypatch.setattr(
+        video_output, "pieces_on_cpu", lambda *args: (order.append("piece") or piece for piece in pieces(*args))
+    )
+    monkeypatch.setattr(video_output, "_image", lambda frame: order.append("image") or image(frame))
+    postprocess_video(VideoProcessor(), decoded(1), "pil")
+    assert order == ["piece", "image"] * 5
+
+
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_value_of_16_bits(on, dtype):
@@ -64,10 +83,12 @@ def test_every_value_of_16_bits(on, dtype):
         assert same(postprocess_video(processor, video, output_type), theirs)
 
 
+@DEVICES
 @pytest.mark.parametrize("output_type", ["np", "pil"])
 @pytest.mark.parametrize("channels", [1, 4])
-def test_other_channels_and_a_video_that_is_no_contiguous_tensor(output_type, channels):
-    processor, video = VideoProcessor(), decoded(channels=channels).transpose(3, 4)
+def test_other_channels_and_a_video_that_is_no_contiguous_tensor(on, output_type, channels, monkeypatch):
+    monkeypatch.setattr(video_output, "PIECE_BYTES", 1)
+    processor, video = VideoProcessor(), decoded(channels=channels, device=on).transpose(3, 4)
     assert same(postprocess_video(processor, video, output_type), processor.postprocess_video(video, output_type))
 
 

@@ -717,7 +717,7 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
     for results in ranks:
         for tier in RUNS_ON_GPU:
             without, outputs, replayed, summary = results["graphs with runs"][tier]
-            assert replayed == len(IN_TURN) - 2, summary
+            assert replayed == len(IN_TURN) - 1, summary  # both kinds of call have two runs, and so one graph
             for ours, theirs in zip(outputs, without, strict=True):
                 # Without a graph a GPU embeds no empty run, so that its GEMM sums in another order.
                 assert relative_error(ours, theirs) <= 0.01, (tier, summary)

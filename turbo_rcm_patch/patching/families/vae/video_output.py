@@ -82,15 +82,21 @@ def postprocess_video(
         denormalized = processor._denormalize_conditionally(images)
         return to_8_bits(denormalized) if output_type == "pil" else denormalized
 
-    B, C, F, H, W = video.shape
     marks = marks_of(video)
-    arrays = np.empty((B, F, H, W, C), np.uint8 if output_type == "pil" else np.float32)
+
+    def pieces_of(sample: torch.Tensor) -> Iterator[torch.Tensor]:
+        return pieces_on_cpu(sample.transpose(0, 1), convert, marks)
+
+    if output_type == "pil":
+        return [[_image(frame) for piece in pieces_of(sample) for frame in piece.numpy()] for sample in video]
+    B, C, F, H, W = video.shape
+    arrays = np.empty((B, F, H, W, C), np.float32)
     for sample, array in zip(video, arrays, strict=True):
         rest = torch.from_numpy(array)
-        for piece in pieces_on_cpu(sample.transpose(0, 1), convert, marks):
+        for piece in pieces_of(sample):
             rest[: len(piece)].copy_(piece)
             rest = rest[len(piece) :]
-    return arrays if output_type == "np" else [[_image(frame) for frame in array] for array in arrays]
+    return arrays
 
 
 def _is_decoded(video: object) -> bool:
@@ -100,8 +106,9 @@ def _is_decoded(video: object) -> bool:
 
 
 def _image(frame: np.ndarray) -> Image.Image:
-    """Return the image of a frame [H, W, C]."""
-    return Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
+    """Return a frame [H, W, C] as an image with pixels of its own."""
+    image = Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
+    return image if image.mode == "RGB" else image.copy()  # PIL copies RGB, and reads other pixels where they are
 
 
 def to_8_bits(images: torch.Tensor) -> torch.Tensor:
