@@ -52,6 +52,9 @@ ON_THE_PAGE_ALONE = (
     "wan2.2-5b-8-layers-image",
     "wan2.1-1.3b-block-sparse-mass-0.95",
     "wan2.1-1.3b-block-sparse-unstructured",
+    "ltx2-19b-8-layers-image",
+    "ltx2-19b-8-layers-image-quantized",
+    "ltx2-19b-8-layers-image-sparse",
 )
 # Whole videos of a model whose steps no other run times with all layers. The tables of steps have theirs too.
 WITH_STEPS = ("ltx2-19b-1024p-sparse", "ltx2-19b-sparse")
