@@ -253,10 +253,12 @@ class Recorder:
         """A context in which a pipeline's models mark the ends of their stages. Its end is that of the last one."""
 
         def before_steps(*_: object) -> None:
-            if not self.ends and "image" in family_of(pipe.transformer).inputs(pipe).more:
+            if not self.ends:
                 self.mark("VAE encoding")
 
-        hooks = [pipe.transformer.register_forward_pre_hook(before_steps)]
+        hooks = []
+        if "image" in family_of(pipe.transformer).inputs(pipe).more:  # a hook on the transformer keeps it from graphs
+            hooks.append(pipe.transformer.register_forward_pre_hook(before_steps))
         for stages, register in ((BEFORE, "register_forward_pre_hook"), (AFTER, "register_forward_hook")):
             for path, stage in stages.items():
                 if (module := _module_at(pipe, path)) is not None:
