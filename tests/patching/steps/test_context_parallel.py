@@ -71,7 +71,9 @@ IN_ALL = {
     "sparse": trp.Sparse(topk=0.5, **BLOCKS),
     "block-sparse": trp.BlockSparse(**LEFT_OUT),
 }
-RUNS_ON_GPU = ("exact", "quantized")  # tiers
+# Tiers, and how far a replay may be from a call without a graph, where GPUs embed no empty run, so that a GEMM sums in
+# another order. Their own rounding is 0.006 and 0.018. The wrong run of timesteps gives 0.09, another timestep 0.17.
+RUNS_ON_GPU = {"exact": 0.01, "quantized": 0.02}
 IN_TURN = "fofofoof"  # calls of `inputs_with_runs`
 IN_SUMMARY = {
     "quantized": "between all-to-alls",
@@ -715,9 +717,8 @@ def test_two_gpus_are_no_worse_than_one(tmp_path):
                 rounding = relative_error(alone, exact)
                 assert relative_error(output, alone) <= max(rounding, 0.02), (tier, summary)
     for results in ranks:
-        for tier in RUNS_ON_GPU:
+        for tier, most in RUNS_ON_GPU.items():
             without, outputs, replayed, summary = results["graphs with runs"][tier]
             assert replayed == len(IN_TURN) - 1, summary  # both kinds of call have two runs, and so one graph
             for ours, theirs in zip(outputs, without, strict=True):
-                # Without a graph a GPU embeds no empty run, so that its GEMM sums in another order.
-                assert relative_error(ours, theirs) <= 0.01, (tier, summary)
+                assert relative_error(ours, theirs) <= most, (tier, summary)
