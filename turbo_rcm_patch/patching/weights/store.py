@@ -13,11 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ...checkpoints.files import is_published
-from ...checkpoints.lazy import LazyTensor, open_tensors, shards
+from ...checkpoints.lazy import LazyTensor, Tensors, open_tensors
 from ...checkpoints.whole import Weight
 from ...config import Exact, PatchConfig, Sparse
 from ...kernels.quantized import QuantizedWeight
@@ -27,7 +26,7 @@ from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections, why_
 from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if, read_config
 from .quantize_linears import convertible_linears, format_for, from_file_note, has_format
-from .tensor_files import Kind, read_header, write_tensors
+from .tensor_files import Kind, write_tensors
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
@@ -94,7 +93,7 @@ class _Model:
         title: str,
         model: nn.Module,
         config: Mapping,
-        weights: dict[str, LazyTensor],
+        weights: Tensors,
         quantized: Mapping[str, Weight],
     ):
         self.title, self.model, self.config, self.quantized = title, model, dict(config), quantized
@@ -111,28 +110,15 @@ def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
 
 def _of_folder(folder: Path, stack: ExitStack) -> _Model:
     model = empty_model(folder)
-    files = _files_of(folder)
-    config = read_config(folder)
-    opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {f for f, _ in files.values()}}
-    weights = {
-        name: LazyTensor(kind.shape, lambda name=name, file=file: opened[file].get_tensor(name))
-        for name, (file, kind) in files.items()
-    }
-    found = _Model(str(folder), model, config, weights, {})
+    if (folder / FILE).is_file():
+        raise ValueError(f"{folder} is converted already: it holds {FILE}. Give the folder of the original model.")
+    whole = folder / DIFFUSERS_FILE
+    weights = stack.enter_context(open_tensors(whole if whole.is_file() else folder))
+    found = _Model(str(folder), model, read_config(folder), weights, {})
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: tensor.shape for name, tensor in found.weights.items()}
     raise_if(f"{folder} does not fit its config.json", differences(expected, given))
     return found
-
-
-def _files_of(folder: Path) -> dict[str, tuple[Path, Kind]]:
-    """Return the file and kind of each tensor, by its name, in a folder with diffusers' safetensors files."""
-    index = folder / f"{DIFFUSERS_FILE}.index.json"
-    files = shards(index) if index.is_file() else [DIFFUSERS_FILE]
-    missing = [file for file in files if not (folder / file).is_file()]
-    if missing:
-        raise ValueError(f"{folder} has no {', '.join(missing)}; download the model's safetensors files.")
-    return {name: (folder / f, kind) for f in files for name, kind in read_header(folder / f)[0].items()}
 
 
 def _of_file(source: Path, stack: ExitStack) -> _Model:
