@@ -11,7 +11,7 @@ patch_embedding.weight may be a linear's over patches, [C, c·t·h·w]. Every te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -312,19 +312,6 @@ def cast(weight: Weight, like: torch.Tensor) -> torch.Tensor:
 def device_of(parameter: nn.Parameter) -> torch.device:
     """Return a parameter's device, or the CPU for one on the meta device."""
     return torch.device("cpu") if parameter.is_meta else parameter.device
-
-
-def copy_into(model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write tensors into a model's parameters in place. Parameters on the meta device are replaced."""
-    modules, parameters = dict(modules_of(model)), parameters_of(model)
-    with torch.no_grad():
-        for name, tensor in weights:
-            path, _, own = name.rpartition(".")
-            parameter = parameters[name]
-            if parameter.is_meta:
-                modules[path]._parameters[own] = nn.Parameter(tensor.clone(), parameter.requires_grad)
-            else:
-                parameter.copy_(tensor)
 
 
 def fill_buffers(model: nn.Module, device: torch.device) -> None:

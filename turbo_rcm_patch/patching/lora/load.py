@@ -22,7 +22,7 @@ from torch import nn
 from ...checkpoints.lora import Lora, Pair
 from ...checkpoints.names import modules_of, owner_in
 from ...wording import name_of_dtype, with_article
-from ..weights.group_offload import are_on_disk, groups_of, write_through
+from ..weights.group_offload import are_on_disk, groups_of, overwrite
 from ..weights.quantize_linears import why_not_restorable
 from ..weights.read_only import RULE, ReadOnlyWeight
 
@@ -95,12 +95,6 @@ class _Written(NamedTuple):
     module: nn.Module
     name: str
     before: torch.Tensor
-
-    def put_back(self, groups: list[ModuleGroup]) -> None:
-        parameter = getattr(self.module, self.name)
-        with torch.no_grad():
-            parameter.copy_(self.before)
-        write_through(groups, parameter)
 
 
 class LoadedLora:
@@ -200,7 +194,8 @@ class LoadedLora:
             self.adapter = None
         groups = groups_of(self._transformer)
         while self._written:
-            self._written.pop().put_back(groups)
+            module, name, before = self._written.pop()
+            overwrite(groups, getattr(module, name), before)
 
     def _add(
         self,
@@ -220,9 +215,7 @@ class LoadedLora:
             return
         self._written.append(_Written(module, name, parameter.detach().cpu().clone()))
         precise = torch.promote_types(parameter.dtype, torch.float32)
-        with torch.no_grad():
-            parameter.copy_(parameter.to(precise) + scale * difference.to(parameter.device, precise))
-        write_through(groups, parameter)
+        overwrite(groups, parameter, parameter.detach().to(precise) + scale * difference.to(parameter.device, precise))
 
     def _load_pairs(self, pipe: DiffusionPipeline, pairs: dict[str, Pair], scale: float) -> None:
         model = self._transformer

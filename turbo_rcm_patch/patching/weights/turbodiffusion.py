@@ -13,8 +13,8 @@ from torch import nn
 
 from ...checkpoints.files import COMPONENTS, Source
 from ...checkpoints.lazy import open_tensors
-from ...checkpoints.names import modules_of
-from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, device_of, fill_buffers, parameters_of
+from ...checkpoints.names import modules_of, owner_in
+from ...checkpoints.whole import Weight, WholeModel, cast, device_of, fill_buffers, parameters_of
 from ...config import Exact, PatchConfig, Sparse, resolve_config
 from ..apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
 from ..families import family_of, weights_in
@@ -22,7 +22,7 @@ from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
 from ..steps.sparse_linear import add_projections, needs_projections, why_not_replaceable
-from .group_offload import ON_DISK, groups_of, is_on_disk, write_through
+from .group_offload import ON_DISK, groups_of, is_on_disk, overwrite
 from .linear_8bit import error_of, from_values
 from .quantize_linears import (
     capability_of,
@@ -247,17 +247,17 @@ class _Written:
 
     def write(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write weights in place, and into offloading's copies of them. Parameters on the meta device are replaced."""
-        copy_into(self._model, self._remembering(weights))
+        modules, parameters, groups = dict(modules_of(self._model)), parameters_of(self._model), groups_of(self._model)
+        for name, tensor in weights:
+            parameter = parameters[name]
+            if parameter.is_meta:
+                module, own = owner_in(modules, name)
+                module._parameters[own] = nn.Parameter(tensor.clone(), parameter.requires_grad)
+            else:
+                self._before.append((parameter, parameter.detach().to("cpu", copy=True)))
+                overwrite(groups, parameter, tensor)
         if any(buffer.is_meta for buffer in self._model.buffers()):
             fill_buffers(self._model, next(self._model.parameters()).device)
-
-    def _remembering(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters, groups = parameters_of(self._model), groups_of(self._model)
-        for name, tensor in weights:
-            if not parameters[name].is_meta:
-                self._before.append((parameters[name], parameters[name].detach().to("cpu", copy=True)))
-            yield name, tensor
-            write_through(groups, parameters[name])  # the generator resumes after the caller wrote this tensor
 
     def put_aside(self, parameter: nn.Parameter) -> None:
         """Keep a parameter that will be replaced on the CPU."""
@@ -272,10 +272,8 @@ class _Written:
         for parameter, device in reversed(self._aside):
             parameter.data = parameter.data.to(device)
         groups = groups_of(self._model)
-        with torch.no_grad():
-            for parameter, before in self._before:
-                parameter.copy_(before)
-                write_through(groups, parameter)
+        for parameter, before in self._before:
+            overwrite(groups, parameter, before)
 
 
 def _projections(file: WholeModel, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
