@@ -285,11 +285,8 @@ def has_fused_projections(transformer: nn.Module) -> bool:
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
-    if importlib.util.find_spec("peft") is None:
-        return []
-    from peft.tuners.lora import LoraLayer
-
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+    """Return PEFT's layers, known by an attribute so that peft need not be installed."""
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
 
 
 def _fused(layers: Iterable[nn.Module]) -> list[str]:

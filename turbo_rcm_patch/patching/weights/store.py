@@ -22,7 +22,7 @@ from ...config import Exact, PatchConfig, Sparse
 from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
 from ..families import family_of, model_in, weights_in
-from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections, why_not_replaceable
+from ..steps.sparse_linear import PROJ_L, is_projection, used_projections, why_not_replaceable, why_other_tier
 from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if, read_config
 from .quantize_linears import convertible_linears, format_for, from_file_note, has_format
@@ -127,8 +127,8 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
     whole = weights_in(source, tensors, model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = {name: LazyTensor(shapes[name], weight.load) for name, weight in whole.weights.items()}
-    for path, parts in whole.proj_l.items():
-        weights |= {f"{path}.{PROJ_L}.{part}": tensor for part, tensor in parts.items()}
+    for path in used_projections(whole.proj_l, family_of(model).self_attentions(model)):
+        weights |= {f"{path}.{PROJ_L}.{part}": tensor for part, tensor in whole.proj_l[path].items()}
     config = {"_class_name": type(model).__name__, **model.config}
     return _Model(str(source), model, config, weights, {name: whole.weights[name] for name in whole.quantized})
 
@@ -136,11 +136,11 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
 def _check_tier(model: _Model, config: PatchConfig) -> None:
     if isinstance(config, Exact):
         return
-    attentions, sparse = list(family_of(model.model).self_attentions(model.model)), isinstance(config, Sparse)
-    if bool(model.projections) != sparse and needs_projections(attentions):
-        trained, preset = ("with", "sparse") if model.projections else ("without", "quantized")
-        raise ValueError(f"{model.title} was trained {trained} sparse-linear attention; give the preset {preset!r}.")
-    if sparse and (reason := why_not_replaceable(model.title, attentions)):
+    attentions = list(family_of(model.model).self_attentions(model.model))
+    reason = why_other_tier(model.title, bool(model.projections), attentions, config)
+    if reason is None and isinstance(config, Sparse):
+        reason = why_not_replaceable(model.title, attentions)
+    if reason is not None:
         raise ValueError(reason)
 
 

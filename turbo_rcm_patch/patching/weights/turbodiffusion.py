@@ -21,7 +21,7 @@ from ..families import family_of, weights_in
 from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
-from ..steps.sparse_linear import add_projections, needs_projections, why_not_replaceable
+from ..steps.sparse_linear import add_projections, used_projections, why_not_replaceable, why_other_tier
 from .group_offload import ON_DISK, groups_of, is_on_disk, overwrite
 from .linear_8bit import error_of, from_values
 from .quantize_linears import (
@@ -85,7 +85,12 @@ def load_turbodiffusion(
     check_patchable(models)
     _check_writable("load", models)
     with _opened(path, models) as files:
-        _check_attention(files, models, config)
+        for name, file in files.items():
+            attentions = list(family_of(models[name]).self_attentions(models[name]))
+            projections = used_projections(file.proj_l, attentions)
+            reason = why_other_tier(file.source, bool(projections), attentions, config)
+            if reason is not None:
+                raise PatchError(f"cannot load: {reason}")
         written: list[_Written] = []
         journals: list[Journal] = []
 
@@ -120,7 +125,8 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
         journal.set_parameter(linear, "weight", freed)
         put_in_8_bits(journal, linear, from_values(*file.weights[name].load_8_bits(), device))
     if isinstance(config, Sparse):
-        add_projections(journal, family.self_attentions(model), _projections(file, model))
+        attentions = list(family.self_attentions(model))
+        add_projections(journal, attentions, used_projections(file.proj_l, attentions))
     # The makers of a file in 8 bits chose which layers stay in 16.
     wide = [path for path in linears if file.quantized and f"{path}.weight" not in file.quantized]
     replace_computation(journal, model, replace(config, keep=(*config.keep, *wide)) if wide else config)
@@ -142,7 +148,8 @@ def load_projections(pipe: object) -> None:
     models = {name: model for name, model in every.items() if sources[name] and Path(sources[name]).exists()}
     with _opened([sources[name] for name in models], models) as files:
         for name, model in models.items():
-            add_projections(Journal(), family_of(model).self_attentions(model), _projections(files[name], model))
+            attentions = list(family_of(model).self_attentions(model))
+            add_projections(Journal(), attentions, used_projections(files[name].proj_l, attentions))
 
 
 def _config_for(
@@ -197,23 +204,6 @@ def _only_transformer(source: Source) -> Source:
     if others:
         raise ValueError(f"{source} holds two transformers; give the folder of one.")
     return folder
-
-
-def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], config: PatchConfig) -> None:
-    for name, file in files.items():
-        model = models[name]
-        has_linear_part = bool(_projections(file, model))
-        if has_linear_part and not isinstance(config, Sparse):
-            raise PatchError(
-                f"cannot load: {file.source} was trained with sparse-linear attention (it has proj_l); give "
-                "attention='sagesla' or 'sla', or the preset 'sparse'."
-            )
-        attentions = family_of(model).self_attentions(model)
-        if isinstance(config, Sparse) and not has_linear_part and needs_projections(attentions):
-            raise PatchError(
-                f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
-                "attention='dense', or a preset such as 'quantized'."
-            )
 
 
 def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = True) -> None:
@@ -276,14 +266,6 @@ class _Written:
             overwrite(groups, parameter, before)
 
 
-def _projections(file: WholeModel, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Return a file's projections of SLA, without the zero ones if the family's weights need none."""
-    loaded = {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
-    if needs_projections(family_of(model).self_attentions(model)):
-        return loaded
-    return {path: parts for path, parts in loaded.items() if any(bool(tensor.any()) for tensor in parts.values())}
-
-
 def _from_file_note(file: WholeModel, model: nn.Module) -> str | None:
     """Return the summary's line on the linears in 8 bits whose weights are from an 8-bit file, or None."""
     quantized = {f"{name}.weight": module for name, module in modules_of(model) if is_quantized(module)}
@@ -341,7 +323,7 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         except BaseException:
             written.undo()
             raise
-        add_projections(Journal(), attentions, _projections(turbo, model))
+        add_projections(Journal(), attentions, used_projections(turbo.proj_l, attentions))
     return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
 
 
