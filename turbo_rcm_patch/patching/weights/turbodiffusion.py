@@ -118,7 +118,9 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
     linears = convertible_linears(model, family.linears(model), config)
     placed = {f"{path}.weight": (linear, device_of(linear.weight)) for path, linear in linears.items()}
     unchanged = {name: each for name, each in placed.items() if _takes(each[1], file.weights[name])}
-    written.write((own, cast(weight, like)) for own, weight, like in _weights_for(file, model) if own not in unchanged)
+    parameters = parameters_of(model)
+    changed = {own: weight for own, weight in file.weights.items() if own not in unchanged}
+    written.write((own, cast(weight, parameters[own])) for own, weight in changed.items())
     for name, (linear, device) in unchanged.items():
         freed = nn.Parameter(torch.empty_like(linear.weight, device="meta"), linear.weight.requires_grad)
         written.put_aside(linear.weight)
@@ -222,11 +224,6 @@ def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = Tru
             raise PatchError(f"cannot {verb} {name}: its weights are on the meta device; load them first.")
 
 
-def _weights_for(file: WholeModel, model: nn.Module) -> Iterator[tuple[str, Weight, nn.Parameter]]:
-    parameters = parameters_of(model)
-    return ((name, weight, parameters[name]) for name, weight in file.weights.items())
-
-
 class _Written:
     """Writes weights into a model's parameters, and keeps the previous values on the CPU until all are loaded."""
 
@@ -307,7 +304,10 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         except ValueError as error:
             raise PatchError(f"cannot merge: {error}") from None
         if base.proj_l:
-            raise PatchError(f"cannot merge: {_why_no_base(path, base_path, is_turbo=bool(turbo.proj_l))}")
+            raise PatchError(
+                f"cannot merge: base_path is {base_path}, which has proj_l, as TurboWan has. Give TurboWan's weights "
+                "as path, and as base_path those of the Wan that it was trained from."
+            )
         shared = [parameter for parameter in turbo.weights if parameter in base.weights]
         if not shared:
             raise PatchError(
@@ -325,15 +325,6 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
             raise
         add_projections(Journal(), attentions, used_projections(turbo.proj_l, attentions))
     return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
-
-
-def _why_no_base(path: Source, base_path: Source, *, is_turbo: bool) -> str:
-    """Return the error for a base that has proj_l. is_turbo: True if the other file has proj_l too."""
-    given = "both have proj_l, which TurboDiffusion's training adds" if is_turbo else "they seem to be swapped"
-    return (
-        f"path is {path} and base_path {base_path}, which has proj_l: {given}. Give TurboWan's weights as path, and as "
-        "base_path those of the Wan that it was trained from."
-    )
 
 
 def _sums(
