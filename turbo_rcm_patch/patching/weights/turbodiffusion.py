@@ -84,29 +84,25 @@ def load_turbodiffusion(
     models = transformers_of(target)
     check_patchable(models)
     _check_writable("load", models)
-    with _opened(path, models) as files:
+    with _opened(path, models) as files, ExitStack() as failing:
         for name, file in files.items():
             attentions = list(family_of(models[name]).self_attentions(models[name]))
             projections = used_projections(file.proj_l, attentions)
             reason = why_other_tier(file.source, bool(projections), attentions, config)
             if reason is not None:
                 raise PatchError(f"cannot load: {reason}")
-        written: list[_Written] = []
         journals: list[Journal] = []
 
         def prepare(journal: Journal, name: str, model: nn.Module) -> None:
-            written.append(_Written(model))
+            written = _Written(model)
+            failing.callback(written.undo)
             journals.append(journal)
-            _fill(model, files[name], config, written[-1], journal)
+            _fill(model, files[name], config, written, journal)
             _, block = next(family_of(model).every_block(model))
             state_of(block).shared.from_file = _from_file_note(files[name], model)
 
-        try:
-            patch = apply_patch(target, config, prepare)
-        except BaseException:
-            for each in written:
-                each.undo()
-            raise
+        patch = apply_patch(target, config, prepare)
+        failing.pop_all()
     for journal in journals:
         journal.forget_parameters()  # the weights before, which nothing needs any more
     return patch
