@@ -94,7 +94,7 @@ def load_turbodiffusion(
         journals: list[Journal] = []
 
         def prepare(journal: Journal, name: str, model: nn.Module) -> None:
-            written = _Written(model)
+            written = _Written(model, journal)
             failing.callback(written.undo)
             journals.append(journal)
             _fill(model, files[name], config, written, journal)
@@ -221,21 +221,24 @@ def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = Tru
 
 
 class _Written:
-    """Writes weights into a model's parameters, and keeps the previous values on the CPU until all are loaded."""
+    """Writes weights into a model's parameters, and keeps the previous values on the CPU until all are loaded.
 
-    def __init__(self, model: nn.Module):
-        self._model, self._modules = model, [(module, dict(module._parameters)) for module in model.modules()]
+    The journal replaces parameters on the meta device, and undoes that.
+    """
+
+    def __init__(self, model: nn.Module, journal: Journal):
+        self._model, self._journal = model, journal
         self._before: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._aside: list[tuple[nn.Parameter, torch.device]] = []
 
     def write(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write weights in place, and into offloading's copies of them. Parameters on the meta device are replaced."""
+        """Write weights in place, and into offloading's copies of them."""
         modules, parameters, groups = dict(modules_of(self._model)), parameters_of(self._model), groups_of(self._model)
         for name, tensor in weights:
             parameter = parameters[name]
             if parameter.is_meta:
-                module, own = owner_in(modules, name)
-                module._parameters[own] = nn.Parameter(tensor.clone(), parameter.requires_grad)
+                loaded = nn.Parameter(tensor.clone(), parameter.requires_grad)
+                self._journal.set_parameter(*owner_in(modules, name), loaded)
             else:
                 self._before.append((parameter, parameter.detach().to("cpu", copy=True)))
                 overwrite(groups, parameter, tensor)
@@ -249,9 +252,7 @@ class _Written:
             parameter.data = parameter.data.cpu()
 
     def undo(self) -> None:
-        """Restore all parameters."""
-        for module, parameters in self._modules:
-            module._parameters.update(parameters)
+        """Restore all values."""
         for parameter, device in reversed(self._aside):
             parameter.data = parameter.data.to(device)
         groups = groups_of(self._model)
@@ -313,7 +314,7 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         attentions = list(family_of(model).self_attentions(model))
         if turbo.proj_l and (reason := why_not_replaceable(name, attentions)):
             raise PatchError(f"cannot merge: {reason}")
-        written = _Written(model)
+        written = _Written(model, Journal())
         try:
             written.write(_sums(model, shared, turbo, base))
         except BaseException:
