@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -81,24 +82,17 @@ def convert_model(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-class _Model:
-    """A transformer in files.
+class _Model(NamedTuple):
+    """A transformer in files, with its parameters on the meta device.
 
-    model: the transformer, with its parameters on the meta device. weights, projections: its tensors by name.
-    quantized: the weights that the files have in 8 bits, by name.
+    tensors: those in the files, by name, with SLA's projections. quantized: the weights that the files have in 8 bits.
     """
 
-    def __init__(
-        self,
-        title: str,
-        model: nn.Module,
-        config: Mapping,
-        weights: Tensors,
-        quantized: Mapping[str, Weight],
-    ):
-        self.title, self.model, self.config, self.quantized = title, model, dict(config), quantized
-        self.weights = {name: tensor for name, tensor in weights.items() if not is_projection(name)}
-        self.projections = {name: tensor for name, tensor in weights.items() if is_projection(name)}
+    title: str
+    model: nn.Module
+    config: Mapping[str, object]
+    tensors: Tensors
+    quantized: Mapping[str, Weight]
 
 
 def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
@@ -113,12 +107,11 @@ def _of_folder(folder: Path, stack: ExitStack) -> _Model:
     if (folder / FILE).is_file():
         raise ValueError(f"{folder} is converted already: it holds {FILE}. Give the folder of the original model.")
     whole = folder / DIFFUSERS_FILE
-    weights = stack.enter_context(open_tensors(whole if whole.is_file() else folder))
-    found = _Model(str(folder), model, read_config(folder), weights, {})
+    tensors = stack.enter_context(open_tensors(whole if whole.is_file() else folder))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    given = {name: tensor.shape for name, tensor in found.weights.items()}
+    given = {name: tensor.shape for name, tensor in tensors.items() if not is_projection(name)}
     raise_if(f"{folder} does not fit its config.json", differences(expected, given))
-    return found
+    return _Model(str(folder), model, read_config(folder), tensors, {})
 
 
 def _of_file(source: Path, stack: ExitStack) -> _Model:
@@ -137,7 +130,7 @@ def _check_tier(model: _Model, config: PatchConfig) -> None:
     if isinstance(config, Exact):
         return
     attentions = list(family_of(model.model).self_attentions(model.model))
-    reason = why_other_tier(model.title, bool(model.projections), attentions, config)
+    reason = why_other_tier(model.title, any(map(is_projection, model.tensors)), attentions, config)
     if reason is None and isinstance(config, Sparse):
         reason = why_not_replaceable(model.title, attentions)
     if reason is not None:
@@ -158,7 +151,6 @@ class _Job:
             self._linears = set(convertible_linears(model.model, family.linears(model.model), config))
         if model.quantized:  # the file's makers chose which layers stay in 16 bits
             self._linears = {path for path in self._linears if path + WEIGHT in model.quantized}
-        self._tensors = {**model.weights, **model.projections}
         self._kinds = self._describe()
         self._added_errors: list[float] = []
         self._unchanged = sum(self._from_file(path) is not None for path in self._linears)
@@ -181,7 +173,7 @@ class _Job:
     def _describe(self) -> dict[str, Kind]:
         """Return the dtype and shape of every tensor that will be written, by its name."""
         kinds = {}
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._model.tensors.items():
             path = self._linear(name)
             if path is None:
                 kinds[name] = Kind(self._stored(name), tensor.shape)
@@ -194,7 +186,7 @@ class _Job:
 
     def _read(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors in the order of `_describe`."""
-        for name, lazy in self._tensors.items():
+        for name, lazy in self._model.tensors.items():
             path = self._linear(name)
             if path is None:
                 yield name, lazy.load().to(self._stored(name))
@@ -207,7 +199,7 @@ class _Job:
         kept = self._from_file(path)
         if kept is not None:
             return from_values(*kept.load_8_bits(), device)
-        tensor = self._tensors[name].load().to(self._stored(name))
+        tensor = self._model.tensors[name].load().to(self._stored(name))
         weight = convert(tensor.to(device), self._format_of(path), device)
         if name in self._model.quantized:
             self._added_errors.append(error_of(weight, tensor))
