@@ -137,7 +137,7 @@ def convert_weights(journal: Journal, linears: dict[str, nn.Linear], rows_known:
 
 def refuse_written_weights(journal: Journal, transformer: nn.Module) -> None:
     """Let the methods of a transformer that would write to weights in 8 bits refuse before they write anything."""
-    for method in (load_state_dict, fuse_lora, unfuse_lora):
+    for method in (load_state_dict, add_adapter, fuse_lora, unfuse_lora):
         journal.set(transformer, method.__name__, bind(method, transformer))
 
 
@@ -147,6 +147,18 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, torch.Tensor], *ar
         if is_quantized(module) and f"{path}.weight" in state_dict:
             raise module.refusal(f"{path}.weight")
     return type(self).load_state_dict(self, state_dict, *arguments, **options)
+
+
+def add_adapter(self: nn.Module, adapter_config: object, *arguments: object, **options: object) -> None:
+    """Add an adapter as diffusers' add_adapter does. Raises RuntimeError for target_parameters in 8 bits.
+
+    PEFT would leave them out, with a warning at most.
+    """
+    targets = getattr(adapter_config, "target_parameters", None) or ()
+    for path, module in self.named_modules():
+        if is_quantized(module) and any(f".{path}.weight".endswith(f".{target}") for target in targets):
+            raise module.refusal(f"{path}.weight")
+    type(self).add_adapter(self, adapter_config, *arguments, **options)
 
 
 def fuse_lora(self: nn.Module, *arguments: object, **options: object) -> None:
