@@ -159,16 +159,15 @@ class WholeModel:
 
     def _in_blocks(self, key: str, scale_key: str, shape: tuple[int, ...]) -> Weight | None:
         """Return a weight with a scale for each block. key, scale_key: of its values and of their scales."""
-        if scale_key not in self._tensors:
+        values, scale = self._tensors[key], self._tensors.get(scale_key)
+        right = self._problems.is_right(key, values, shape, "int8")
+        if scale is None:
             self._problems.missing.append(scale_key)
             return None
-        values, scale = self._tensors[key], self._tensors[scale_key]
         blocks = tuple(-(-size // QUANTIZED_BLOCK) for size in shape)
-        right = [
-            self._problems.is_right(key, values, shape, "int8"),
-            self._problems.is_right(scale_key, scale, blocks, "float"),
-        ]
-        return Weight((key, scale_key), lambda: dequantize_blocks(values.load(), scale.load())) if all(right) else None
+        if not self._problems.is_right(scale_key, scale, blocks, "float") or not right:
+            return None
+        return Weight((key, scale_key), lambda: dequantize_blocks(values.load(), scale.load()))
 
     def _fits(self, key: str, shape: tuple[int, ...]) -> bool:
         """True if a tensor has a parameter's shape, or a linear's over patches; if not, a note is added."""
