@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from weakref import WeakSet
 
 import torch
@@ -62,15 +64,16 @@ def check_size(models: Mapping[str, nn.Module], video: Video) -> None:
     """Raise ValueError for a size that the VAE does not have."""
     edge, step = edge_of_a_token(models), frames_of_a_latent(models)
     for name, size in (("height", video.height), ("width", video.width)):
-        if size <= 0 or size % edge:
-            raise ValueError(f"{name}={size}; give a multiple of {edge}, such as {_fitting(size, edge)}.")
-    if video.frames <= 0 or (video.frames - 1) % step:
-        raise ValueError(f"num_frames={video.frames}; give {step}k+1, such as {_fitting(video.frames, step) + 1}.")
+        if type(size) is not int or size <= 0 or size % edge:
+            raise ValueError(f"{name}={size!r}; give a multiple of {edge}, such as {_fitting(size, edge)}.")
+    if type(video.frames) is not int or video.frames <= 0 or (video.frames - 1) % step:
+        raise ValueError(f"num_frames={video.frames!r}; give {step}k+1, such as {_fitting(video.frames, step) + 1}.")
 
 
-def _fitting(size: int, step: int) -> int:
-    """Return the largest multiple of a step up to a size, at least one step."""
-    return max(step, size // step * step)
+def _fitting(size: object, step: int) -> int:
+    """Return the largest multiple of a step up to a size, at least one step. A size that is no number counts as 80."""
+    is_number = isinstance(size, Real) and not isinstance(size, bool) and math.isfinite(size)
+    return max(step, (int(size) if is_number else 80) // step * step)
 
 
 def edge_of_a_token(models: Mapping[str, nn.Module]) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -147,7 +147,12 @@ def fit(
         DoesNotFit: no plan fits; the error names what is missing, and a setting that fits.
         ValueError, TypeError: the amount of memory, the size or the pipeline is not one that can be planned.
     """
-    return fit_with(pipe, vram, Video(*map(operator.index, (height, width, num_frames))), config, device)
+    return fit_with(pipe, vram, Video(*map(_plain, (height, width, num_frames))), config, device)
+
+
+def _plain(size: object) -> object:
+    """Return Python's integer for NumPy's."""
+    return int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size
 
 
 def fit_with(
@@ -160,9 +165,7 @@ def fit_with(
     both_ways: bool = False,
 ) -> MemoryPlan:
     """Do what `fit` does, for a command that does more than generate. beside, both_ways: as in `Patched`."""
-    device, models = torch.device(device), models_of(pipe)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())  # the GPU that "cuda" means now
+    device, models = _device(device), models_of(pipe)
     check_card(vram, device)
     facts = {**_facts_of(pipe, models), "capability": capability_of(device)}
     patched = Patched(models, config_of(models, config), beside=beside, both_ways=both_ways, **facts)
@@ -216,6 +219,16 @@ def _components(patched: Patched) -> list[Component]:
     found = (components_both_ways if patched.both_ways else components_of)(patched.models, patched.config)
     held = graphs_bytes(patched.models)
     return [replace(c, weights=c.weights + held) if c.name == "text_encoder" else c for c in found]
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """Return a device by its name. "cuda" is the GPU that it means now. Raises ValueError for what is no device."""
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r}; give a GPU, such as 'cuda' or 'cuda:1'.") from None
+    is_current = device.type == "cuda" and device.index is None and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 def budget_of(vram: str | int) -> int:
