@@ -11,7 +11,7 @@ from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.oracle import same_tensors
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.lazy import open_tensors
-from turbo_rcm_patch.checkpoints.whole import WholeModel, cast, copy_into, dequantize_blocks
+from turbo_rcm_patch.checkpoints.whole import WholeModel, cast, dequantize_blocks
 from turbo_rcm_patch.patching.families.wan.names import WAN_NAMES
 
 I2V = {"in_channels": 36, "image_dim": 4, "added_kv_proj_dim": "inner"}
@@ -54,7 +54,7 @@ def test_every_value_comes_to_its_place(tmp_path, how, prefix, options):
     path = write(tmp_path, official_state_dict(model, prefix=prefix, flat_patches=prefix == "net."), how)
     found, weights, proj_l = read(path, other)
     assert (found.quantized, found.unfit, proj_l) == ([], [], {})
-    copy_into(other, weights.items())
+    other.load_state_dict(weights)
     assert same_tensors(other.state_dict(), model.state_dict())
 
 
@@ -68,7 +68,7 @@ def test_the_prefixes_of_loras_are_known_of_whole_models_too(tmp_path, prefix):
     state_dict |= {name.replace("blocks.0.", "blocks.0._orig_mod."): state_dict.pop(name) for name in list(state_dict)}
     found, weights, _ = read(write(tmp_path, state_dict, "safetensors"), other)
     assert found.unfit == []
-    copy_into(other, weights.items())
+    other.load_state_dict(weights)
     assert same_tensors(other.state_dict(), model.state_dict())
 
 

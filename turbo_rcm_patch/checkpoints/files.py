@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -102,8 +101,6 @@ def keys_in(folder: Path) -> set[str]:
                 keys.update(opened.keys())
         except (OSError, SafetensorError):
             continue  # the model is loaded already; this only tells more about it
-    for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
-        keys.update(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}))
     return keys
 
 

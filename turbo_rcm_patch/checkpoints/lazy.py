@@ -82,7 +82,7 @@ def _files_of(path: Path) -> list[Path]:
         raise ValueError(f"{path}: no such file or folder; give a file of weights, or the folder of one.")
     indices = sorted(path.glob(_INDEX))
     if len(indices) == 1:
-        names = shards(indices[0])
+        names = _shards(indices[0])
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise ValueError(
@@ -96,7 +96,7 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
-def shards(index: Path) -> list[str]:
+def _shards(index: Path) -> list[str]:
     """Return the files that an index lists. Raises ValueError for a file that is not an index."""
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..wording import name_of_dtype
-from .lycoris import FACTORS, Product, kinds_of, product_of
+from .lycoris import FACTORS, Product, product_of
 from .names import ModelNames, Names, owner_in, without_prefix
 from .peft_config import PeftConfig
 
@@ -35,7 +35,7 @@ _PARTS = {
         "weight": r"\.diff$",
         "bias": r"\.diff_b$",
         "modulation": r"\.diff_m$",
-        **{part: rf"\.{part}(\.\w+)?$" for part in FACTORS},
+        **{part: rf"\.{part}(\.\w+)?$" for parts in FACTORS.values() for part in parts},
     }.items()
 }
 _DIFFERENCES = ("weight", "bias", "modulation")
@@ -183,7 +183,7 @@ class _Entry:
             first, _ = next(iter(self._parts.values()))
             self._misfits.append(f"{first} is for a block that the model lacks; it has {self._names.blocks}")
             return
-        kinds = kinds_of(self._parts)
+        kinds = [kind for kind, factors in FACTORS.items() if self._parts.keys() & factors]
         pair = self._pair(config) if not kinds or self._parts.keys() & {"down", "up", "up_bias"} else None
         for kind in kinds:
             self._add_product(kind, config)
@@ -222,7 +222,7 @@ class _Entry:
 
     def _add_product(self, kind: str, config: PeftConfig) -> None:
         """Add the LoKr or LoHa of this module."""
-        own = {part: self._parts[part] for part in FACTORS if part in self._parts and kinds_of([part]) == [kind]}
+        own = {part: self._parts[part] for part in FACTORS[kind] if part in self._parts}
         parameter = self._names.parameter(self._name, "weight")
         product = product_of(kind, {part: matrix for part, (_, matrix) in own.items()})
         first, *_ = keys = [key for key, _ in own.values()]

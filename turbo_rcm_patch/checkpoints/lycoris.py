@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,9 @@ import torch
 from ..wording import name_of_dtype
 
 _PREFIXES = {"LoKr": "lokr", "LoHa": "hada"}
-FACTORS = tuple(f"{prefix}_w{n}{end}" for prefix in _PREFIXES.values() for n in (1, 2) for end in ("", "_a", "_b"))
+FACTORS = {  # the names of a kind's matrices
+    kind: tuple(f"{prefix}_w{n}{end}" for n in (1, 2) for end in ("", "_a", "_b")) for kind, prefix in _PREFIXES.items()
+}
 _COMBINE = {"LoKr": torch.kron, "LoHa": operator.mul}
 
 
@@ -63,11 +65,6 @@ class Product(NamedTuple):
             return f"multiplies [{rows}, {columns}] by {list(right)}"
         fits = (rows, columns) == (outputs, inputs)
         return None if fits else f"is [{rows}, {columns}], the model takes [{outputs}, {inputs}]"
-
-
-def kinds_of(parts: Collection[str]) -> list[str]:
-    """Return the kinds that a module's parts belong to."""
-    return [kind for kind, prefix in _PREFIXES.items() if any(part.startswith(f"{prefix}_") for part in parts)]
 
 
 def product_of(kind: str, parts: Mapping[str, torch.Tensor]) -> Product | None:

@@ -10,8 +10,9 @@ patch_embedding.weight may be a linear's over patches, [C, c·t·h·w]. Every te
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -63,40 +64,44 @@ class WholeModel:
         So do weights with scales: what two such files differ by is mostly rounding.
         """
         self.source, self.quantized = str(source), []
-        self._names = names
+        self._tensors, self._names, self._problems = tensors, names, _Problems()
         self._prefix = _prefix_of(next(iter(tensors)))
-        found: dict[str, str] = {}
-        problems = _Problems()
+        self._found: dict[str, str] = {}  # the keys of tensors that nothing was made of yet, by their names
         for name in tensors:
             bare = without_prefix(name)
             if bare.endswith(_NO_WEIGHTS) or (names.ignored is not None and names.ignored.match(bare)):
                 continue
-            if found.setdefault(bare, name) != name:
-                problems.unexpected.append(name)  # a second one that differs in its prefix alone
-        every = set(found)
-        self._scales = Scales(self.source, tensors, found)
+            if self._found.setdefault(bare, name) != name:
+                self._problems.unexpected.append(name)  # a second one that differs in its prefix alone
+        every = set(self._found)
+        self._scales = Scales(self.source, tensors, self._found)
         if partial and self._scales.marks:
             raise ValueError(
                 f"{self.source} has {self._scales.marks[0]}: it holds weights in 8 bits, and a merge would add their "
                 "rounding to the model. Give the file with weights in bf16, fp16 or fp32."
             )
-        self.weights, parameters = {}, parameters_of(model)
-        self._has_diffusers_names = any(name in found and names.official_parameter(name) != name for name in parameters)
-        for name, parameter in parameters.items():
-            weight = self._weight(name, tuple(parameter.shape), tensors, found, problems)
-            if weight is not None:
-                self.weights[name] = weight
-        self.proj_l = _take_proj_l(tensors, found, model, names, problems)
-        problems.unexpected += found.values()
-        reason = problems.misshapen[0] if 2 * len(problems.misshapen) > len(parameters) else None
+        parameters = parameters_of(model)
+        self._has_diffusers_names = any(
+            name in self._found and names.official_parameter(name) != name for name in parameters
+        )
+        found = ((name, self._weight(name, tuple(parameter.shape))) for name, parameter in parameters.items())
+        self.weights = {name: weight for name, weight in found if weight is not None}
+        self.proj_l = self._take_proj_l(model)
+        self._check(model, every, partial)
+
+    def _check(self, model: nn.Module, every: Set[str], partial: bool) -> None:
+        """Raise ValueError for what does not fit the model. every: all names in the file."""
+        problems = self._problems
+        problems.unexpected += self._found.values()
+        reason = problems.misshapen[0] if 2 * len(problems.misshapen) > len(parameters_of(model)) else None
         if reason is None and not partial:
-            reason = _other_depth(model, names, every)
+            reason = _other_depth(model, self._names, every)
         if reason is not None:
             raise ValueError(
                 f"{self.source} holds a model of another size than this {type(model).__name__}: {reason}. Give a file "
                 "of the model's size, the folder of a model in several files, or load the model of the file's."
             )
-        _refuse_companions(self.source, found, every, frozenset(map(without_prefix, problems.missing)))
+        _refuse_companions(self.source, self._found, every, frozenset(map(without_prefix, problems.missing)))
         if problems.integers:
             key = problems.integers[0]
             raise ValueError(f"{self.source}: {key} holds integers, but the file has no scales for them. {REMEDY}")
@@ -105,50 +110,45 @@ class WholeModel:
             lines = "; ".join(self.unfit)
             raise ValueError(f"{self.source} does not fit the {type(model).__name__}; give a file that does. {lines}.")
 
-    def _weight(
-        self, name: str, shape: tuple[int, ...], tensors: Tensors, found: dict[str, str], problems: _Problems
-    ) -> Weight | None:
-        official = self._names.official_parameter(name)
+    def _weight(self, name: str, shape: tuple[int, ...]) -> Weight | None:
+        found, official = self._found, self._names.official_parameter(name)
         for candidate in dict.fromkeys((name, official)):
             module = candidate.removesuffix(".weight")
             if candidate in found:
                 key = found.pop(candidate)
-                if self._scales.apply_to(module, tensors[key]):
-                    return self._scaled(name, key, module, tensors[key], shape, problems)
-                return self._plain(key, tensors[key], shape, problems)
+                if self._scales.apply_to(module, self._tensors[key]):
+                    return self._scaled(name, key, module, shape)
+                return self._plain(key, shape)
             if f"{module}.int8_weight" in found:
-                keys = [
-                    found.pop(f"{module}.int8_weight"),
-                    found.pop(f"{module}.scale", f"{self._prefix}{module}.scale"),
-                ]
                 self.quantized.append(name)
-                return self._in_8_bits(keys, tensors, shape, problems)
-        problems.missing.append(self._prefix + (name if self._has_diffusers_names else official))
+                values, scale = f"{module}.int8_weight", f"{module}.scale"
+                return self._in_blocks(found.pop(values), found.pop(scale, self._prefix + scale), shape)
+        self._problems.missing.append(self._prefix + (name if self._has_diffusers_names else official))
         return None
 
-    def _plain(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems) -> Weight | None:
+    def _plain(self, key: str, shape: tuple[int, ...]) -> Weight | None:
+        tensor = self._tensors[key]
         if not tensor.floating:  # packed values have another shape too
-            problems.integers.append(key)
+            self._problems.integers.append(key)
             return None
-        if not _fits(key, tensor, shape, problems):
+        if not self._fits(key, shape):
             return None
         return Weight((key,), lambda: tensor.load().reshape(shape))
 
-    def _scaled(
-        self, name: str, key: str, module: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems
-    ) -> Weight | None:
+    def _scaled(self, name: str, key: str, module: str, shape: tuple[int, ...]) -> Weight | None:
         """Return a weight with a scale. name: the parameter's. key: the weight's. module: the layer's, in the file."""
-        if not _fits(key, tensor, shape, problems):
+        if not self._fits(key, shape):
             return None
         lacking = self._scales.lacking(module, key)
         if lacking is not None:
-            problems.missing.append(lacking)
+            self._problems.missing.append(lacking)
             return None
         try:
             scale = self._scales.read(module, shape[0])
         except ValueError as error:
-            problems.misshapen.append(str(error))
+            self._problems.misshapen.append(str(error))
             return None
+        tensor = self._tensors[key]
         if is_8_bits(tensor):
             self.quantized.append(name)
         by_row = scale.reshape(-1, *[1] * (len(shape) - 1))
@@ -157,27 +157,41 @@ class WholeModel:
             (key,), lambda: tensor.load().reshape(shape).float() * by_row, format, lambda: (tensor.load(), scale)
         )
 
-    def _in_8_bits(
-        self, keys: list[str], tensors: Tensors, shape: tuple[int, ...], problems: _Problems
-    ) -> Weight | None:
-        blocks = tuple(-(-size // QUANTIZED_BLOCK) for size in shape)
-        missing = [key for key in keys if key not in tensors]
-        problems.missing += missing
-        expected = zip(keys, (shape, blocks), ("int8", "float"), strict=True)
-        right = [problems.is_right(key, tensors[key], *rest) for key, *rest in expected if key in tensors]
-        if missing or not all(right):
+    def _in_blocks(self, key: str, scale_key: str, shape: tuple[int, ...]) -> Weight | None:
+        """Return a weight with a scale for each block. key, scale_key: of its values and of their scales."""
+        values, scale = self._tensors[key], self._tensors.get(scale_key)
+        right = self._problems.is_right(key, values, shape, "int8")
+        if scale is None:
+            self._problems.missing.append(scale_key)
             return None
-        values, scale = (tensors[key] for key in keys)
-        return Weight(tuple(keys), lambda: dequantize_blocks(values.load(), scale.load()))
+        blocks = tuple(-(-size // QUANTIZED_BLOCK) for size in shape)
+        if not self._problems.is_right(scale_key, scale, blocks, "float") or not right:
+            return None
+        return Weight((key, scale_key), lambda: dequantize_blocks(values.load(), scale.load()))
 
+    def _fits(self, key: str, shape: tuple[int, ...]) -> bool:
+        """True if a tensor has a parameter's shape, or a linear's over patches; if not, a note is added."""
+        given = self._tensors[key].shape
+        over_patches = len(shape) == 5 and given == (shape[0], math.prod(shape[1:]))
+        if given == shape or over_patches:
+            return True
+        self._problems.misshapen.append(f"{key} is {list(given)}, not {list(shape)}")
+        return False
 
-def _fits(key: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems) -> bool:
-    """True if a tensor has a parameter's shape, or a linear's over patches; if not, a note is added."""
-    over_patches = len(shape) == 5 and tensor.shape == (shape[0], torch.Size(shape[1:]).numel())
-    if tensor.shape == shape or over_patches:
-        return True
-    problems.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
-    return False
+    def _take_proj_l(self, model: nn.Module) -> dict[str, dict[str, LazyTensor]]:
+        """Return SLA's projections, and count them as used."""
+        names, problems, found = self._names, self._problems, self._found
+        head_dim, blocks = model.config.get("attention_head_dim"), len(getattr(model, names.blocks))
+        projections: dict[str, dict[str, LazyTensor]] = {}
+        given = {match.groups(): found.pop(name) for name in list(found) if (match := names.proj_l.match(name))}
+        for (block, _, part), key in given.items():
+            expected = (head_dim,) * (2 if part == "weight" else 1)
+            if int(block.rpartition(".")[2]) >= blocks:
+                problems.unexpected.append(key)
+            elif problems.is_right(key, self._tensors[key], expected, "float"):
+                projections.setdefault(block, {})[part] = self._tensors[key]
+        problems.missing += _lacking_proj_l(given, [f"{names.blocks}.{number}" for number in range(blocks)])
+        return {f"{block}.{names.self_attentions[0]}": parts for block, parts in projections.items() if len(parts) == 2}
 
 
 def dequantize_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -274,23 +288,6 @@ def _prefix_of(name: str) -> str:
     return name.removesuffix(bare) if name.endswith(bare) else ""
 
 
-def _take_proj_l(
-    tensors: Tensors, found: dict[str, str], model: nn.Module, names: Names, problems: _Problems
-) -> dict[str, dict[str, LazyTensor]]:
-    """Take SLA's projections out of ``found``, and return them."""
-    head_dim, blocks = model.config.get("attention_head_dim"), len(getattr(model, names.blocks))
-    projections: dict[str, dict[str, LazyTensor]] = {}
-    given = {match.groups(): found.pop(name) for name in list(found) if (match := names.proj_l.match(name))}
-    for (block, _, part), key in given.items():
-        expected = (head_dim,) * (2 if part == "weight" else 1)
-        if int(block.rpartition(".")[2]) >= blocks:
-            problems.unexpected.append(key)
-        elif problems.is_right(key, tensors[key], expected, "float"):
-            projections.setdefault(block, {})[part] = tensors[key]
-    problems.missing += _lacking_proj_l(given, [f"{names.blocks}.{number}" for number in range(blocks)])
-    return {f"{block}.{names.self_attentions[0]}": parts for block, parts in projections.items() if len(parts) == 2}
-
-
 def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: list[str]) -> list[str]:
     """Return the keys of projections that a file lacks, spelled like its other ones, or [] for a file without any.
 
@@ -312,19 +309,6 @@ def cast(weight: Weight, like: torch.Tensor) -> torch.Tensor:
 def device_of(parameter: nn.Parameter) -> torch.device:
     """Return a parameter's device, or the CPU for one on the meta device."""
     return torch.device("cpu") if parameter.is_meta else parameter.device
-
-
-def copy_into(model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write tensors into a model's parameters in place. Parameters on the meta device are replaced."""
-    modules, parameters = dict(modules_of(model)), parameters_of(model)
-    with torch.no_grad():
-        for name, tensor in weights:
-            path, _, own = name.rpartition(".")
-            parameter = parameters[name]
-            if parameter.is_meta:
-                modules[path]._parameters[own] = nn.Parameter(tensor.clone(), parameter.requires_grad)
-            else:
-                parameter.copy_(tensor)
 
 
 def fill_buffers(model: nn.Module, device: torch.device) -> None:

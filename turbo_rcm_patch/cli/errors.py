@@ -25,7 +25,7 @@ _ADVICE = {  # in Python, and the same in the shell
     "load it with from_pretrained, then call use_distilled without source": "give it as --model",
     "load it with use_distilled or with pipe.load_lora_weights": "give it as --lora, beside the whole model",
     "load them with trp.load_turbodiffusion, or take another preset": "give them as --transformer, or another --preset",
-    "give attention='dense', or a preset such as 'quantized'": "give another --preset, such as quantized",
+    "give another preset, such as 'quantized'": "give another --preset, such as quantized",
 }
 
 

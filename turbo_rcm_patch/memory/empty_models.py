@@ -138,29 +138,27 @@ def _others(folder: Path, classes: Mapping[str, object]) -> dict[str, nn.Module]
     """
     models = {}
     for name, kind in classes.items():
-        path, named = folder / name, kind[1] if isinstance(kind, list) and len(kind) == 2 else None
+        path, named = folder / name, str(kind[1]) if isinstance(kind, list) and len(kind) == 2 else ""
         if (path / "config.json").is_file():
-            config = read_config(path)
-            models[name] = _empty(path, config, str(config.get("_class_name") or named))
-        elif _is_model(_class_named(str(named))):
+            models[name] = _empty(path, named)
+        elif _model_class(named) is not None:
             raise ValueError(
                 f"{folder} has no {name}/config.json, but its model_index.json names {with_article(named)}."
             )
     return models
 
 
-def _class_named(name: str) -> type | None:
+def _model_class(name: str) -> type[nn.Module] | None:
+    """Return the class of models of this name in the libraries, or None if they have none."""
     found = (getattr(library, name, None) for library in (diffusers, transformers, ltx2))
-    return next(filter(None, found), None)
+    return next((each for each in found if isinstance(each, type) and issubclass(each, nn.Module)), None)
 
 
-def _is_model(found: type | None) -> bool:
-    return isinstance(found, type) and issubclass(found, nn.Module)
-
-
-def _empty(path: Path, config: Mapping[str, object], class_name: str) -> nn.Module:
-    model_class = _class_named(class_name)
-    if not _is_model(model_class):
+def _empty(path: Path, named: str) -> nn.Module:
+    config = read_config(path)
+    class_name = config.get("_class_name") or named
+    model_class = _model_class(class_name)
+    if model_class is None:
         raise ValueError(f"{path} holds {with_article(class_name)}, which neither diffusers nor transformers has.")
     with torch.device("meta"):  # under accelerate's init_empty_weights tied weights would count twice
         if issubclass(model_class, ModelMixin):

@@ -63,20 +63,20 @@ def video_decoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *
         return None
 
     def run(twin: nn.Module) -> None:
-        _set_tiles(twin, vae, in_tiles)
+        vars(twin).update(_tiles(vae), use_tiling=in_tiles)
         twin.decode(torch.empty(1, vae.config.latent_channels, *size, dtype=vae.dtype), None, return_dict=False)
 
-    return traced_bytes(vae, run, ("decode", size, in_tiles, _tiles(vae)))
+    return traced_bytes(vae, run, ("decode", size, in_tiles, *_tiles(vae).items()))
 
 
 def video_encoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
     """Return the bytes that diffusers takes to encode a video of this size."""
 
     def run(twin: nn.Module) -> None:
-        _set_tiles(twin, vae, in_tiles)
+        vars(twin).update(_tiles(vae), use_tiling=in_tiles)
         twin.encode(torch.empty(1, vae.config.in_channels, frames, height, width, dtype=vae.dtype))
 
-    return traced_bytes(vae, run, ("encode", height, width, frames, in_tiles, _tiles(vae)))
+    return traced_bytes(vae, run, ("encode", height, width, frames, in_tiles, *_tiles(vae).items()))
 
 
 def _has_tiles(vae: nn.Module, height: int, width: int) -> bool:
@@ -88,13 +88,9 @@ def _has_tiles(vae: nn.Module, height: int, width: int) -> bool:
     return all((size - 1) % (stride // vae.spatial_compression_ratio) for size, stride in pairs)
 
 
-def _tiles(vae: nn.Module) -> tuple[int, ...]:
-    return tuple(value for name, value in sorted(vars(vae).items()) if name.startswith("tile_"))
-
-
-def _set_tiles(twin: nn.Module, vae: nn.Module, in_tiles: bool) -> None:
-    vars(twin).update((name, value) for name, value in vars(vae).items() if name.startswith("tile_"))
-    twin.use_tiling = in_tiles
+def _tiles(vae: nn.Module) -> dict[str, int]:
+    """Return the attributes with the sizes of a VAE's tiles."""
+    return {name: value for name, value in sorted(vars(vae).items()) if name.startswith("tile_")}
 
 
 def sound_steps(models: Mapping[str, nn.Module], frames: int) -> Iterator[tuple[str, str, int]]:

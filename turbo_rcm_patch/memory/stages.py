@@ -98,11 +98,14 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
 
     A transformer without a VAE has latents of the size of Wan 2.1's.
     """
+    yield from (_stages_with_sound if sound.has_sound(patched.models) else _stages_without_sound)(patched, video)
+    if patched.beside is not None:
+        yield from patched.beside(patched, video)
+
+
+def _stages_without_sound(patched: Patched, video: Video) -> Iterator[Stage]:
     models = patched.models
     vae = models.get("vae")
-    if sound.has_sound(models):
-        yield from _stages_with_sound(patched, video)
-        return
     if (encoder := models.get("text_encoder")) is not None:
         yield Stage("text encoding", ("text_encoder",), encoder_bytes(encoder, TEXT_TOKENS))
     if (encoder := models.get("image_encoder")) is not None:
@@ -125,8 +128,6 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
         yield Stage("decoding", ("vae",), *_whole_and_in_tiles(unpatched_decoding_bytes, vae, video, given))
     if patched.from_video and patched.own_timesteps and vae is not None:
         yield Stage("joining", (), joining_bytes(vae, video))
-    if patched.beside is not None:
-        yield from patched.beside(patched, video)
 
 
 def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
@@ -154,8 +155,6 @@ def _stages_with_sound(patched: Patched, video: Video) -> Iterator[Stage]:
     frames = 3 * video.frames * video.height * video.width * FP32_BYTES  # as postprocessed, perhaps on the GPU
     for name, model, size in sound.sound_steps(models, video.frames):
         yield Stage(name, (model,), size + frames + kept)
-    if patched.beside is not None:
-        yield from patched.beside(patched, video)
 
 
 def _whole_and_in_tiles(
@@ -179,8 +178,8 @@ def unpatched_stages(patched: Patched, video: Video) -> Iterator[Stage]:
     _, given = given_bytes(patched, video)
     for name, model in patched.models.items():
         if family_of(model) is not None:
-            step = _unpatched_denoising_bytes(name, patched, video) + kept + given
-            yield Stage("denoising, unpatched", (name,), step)
+            step = tokens_of(name, patched, video) * _unpatched_bytes_per_token(model, patched)
+            yield Stage("denoising, unpatched", (name,), patched.samples * step + kept + given)
     if vae is not None and is_vae(vae):  # others are not patched
         yield from _encoding("VAE encoding, unpatched", patched, video, unpatched_encoding_bytes)
         sizes = _whole_and_in_tiles(unpatched_decoding_bytes, vae, video, given)
@@ -375,13 +374,8 @@ def _decoding_bytes(
     return round(times * size_of(free=None if free is None else round(free / times)))
 
 
-def _unpatched_denoising_bytes(name: str, patched: Patched, video: Video) -> int:
-    """Return the bytes of the largest set of tensors that are alive together in a step of diffusers' own code."""
-    of_token = _unpatched_bytes_per_token(patched.models[name], patched)
-    return patched.samples * tokens_of(name, patched, video) * of_token
-
-
 def _unpatched_bytes_per_token(transformer: nn.Module, patched: Patched) -> int:
+    """Return the bytes per token of the largest set of tensors that are alive together in diffusers' own code."""
     family = family_of(transformer)
     wide, lora = family.compute_dtype(transformer).itemsize, lora_itemsize(transformer)
     sizes = family.blocks[0].sizes

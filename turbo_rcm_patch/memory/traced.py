@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .empty_models import cast_as_loaded
 
@@ -42,7 +43,7 @@ class _Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         results = op(*args, **(kwargs or {}))
-        tensors = [one for one in (results if isinstance(results, (tuple, list)) else (results,)) if _is_tensor(one)]
+        tensors = [one for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
         for tensor in tensors:
             self._count(tensor.untyped_storage())
         if op is torch.ops.aten.convolution.default:
@@ -60,7 +61,3 @@ class _Peak(TorchDispatchMode):
     def _forget(self, address: int, size: int) -> None:
         self._seen.discard(address)
         self._alive -= size
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)

@@ -270,7 +270,7 @@ def test_a_failure_while_loading_takes_all_back(stored, monkeypatch):
 
 
 def test_sources_that_cannot_be_converted(source, stored, tmp_path):
-    for folder, reason in ((tmp_path, "holds no transformer"), (stored, "has no diffusion_pytorch_model.safetensors")):
+    for folder, reason in ((tmp_path, "holds no transformer"), (stored, "is converted already")):
         with pytest.raises(ValueError, match=reason):
             convert_folder(folder, tmp_path / "out")
     with pytest.raises(ValueError, match="exists and is not empty"):

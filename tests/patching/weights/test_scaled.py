@@ -392,7 +392,5 @@ def test_bad_options(file):
     with pytest.raises(ValueError, match="either a config or attention, topk and blocks, not both"):
         trp.load_turbodiffusion(path, model, "quantized", attention="dense")
     for options in ({}, {"config": "sparse"}):
-        with pytest.raises(
-            trp.PatchError, match=r"without sparse-linear attention; give .* preset such as 'quantized'"
-        ):
+        with pytest.raises(trp.PatchError, match=r"without sparse-linear attention .*; give another preset"):
             trp.load_turbodiffusion(path, model, **options)

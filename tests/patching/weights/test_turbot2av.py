@@ -1,6 +1,7 @@
 """TurboT2AV's weights in an LTX-2 model: naming, wrappers, sparse attention without a linear part, and misfits."""
 
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -183,6 +184,14 @@ HEADS = {  # as the published models have, which a file does not tell
     **{"attention_head_dim": 4, "cross_attention_dim": 128, "audio_attention_head_dim": 2},
     **{"audio_cross_attention_dim": 64, "rope_type": "split"},
 }
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_only_projections_that_are_not_zero_keep_a_file_from_the_other_tiers(saved, tmp_path, zero):
+    weights = ltx2_state_dict(tiny_family_transformer("ltx2", **HEADS))
+    path = saved(with_proj_l(weights, size=HEADS["attention_head_dim"], zero=zero))
+    with nullcontext() if zero else pytest.raises(ValueError, match="was trained with sparse-linear attention"):
+        convert_model(path, tmp_path / "out", trp.Quantized())
 
 
 @pytest.mark.parametrize("tier", ["exact", "quantized", "sparse"])

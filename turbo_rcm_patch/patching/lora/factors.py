@@ -73,15 +73,10 @@ class Product:
     ):
         self._linears, self.adapters, self._device, self._dtype = linears, adapters, device, dtype
         self._wide = torch.promote_types(dtype, torch.float32)
-        self._rank = rank_of(adapters)
+        self.rank = rank_of(adapters)  # the columns of up, and of down's result for each linear
         self._prepared: dict[str, torch.Tensor] = {}
         self._seen: list[object] = []
         self._read: list[object] = []  # kept alive, so that no other tensor gets the same id or address
-
-    @property
-    def rank(self) -> int:
-        """The columns of up, and of down's result for each linear."""
-        return self._rank
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,7 +91,7 @@ class Product:
         """True if no adapter was deleted, moved to another device, or given a rank that does not fit."""
         each = [adapter for adapters in self.adapters for adapter in adapters]
         there = all(one.name in one.layer.scaling and one.down.device == self._device for one in each)
-        return there and rank_of(self.adapters) == self._rank
+        return there and rank_of(self.adapters) == self.rank
 
     def forget(self) -> None:
         """Prepare the tensors again at the next use, in the same memory."""
@@ -179,7 +174,7 @@ class Product:
     def _down(self) -> torch.Tensor:
         """Return [G·R, K]: for each of G linears its adapters' A, padded with zeros to rank R."""
         K = self._linears[0].in_features
-        down = torch.zeros(len(self._linears), self._rank, K, dtype=self._wide, device=self._device)
+        down = torch.zeros(len(self._linears), self.rank, K, dtype=self._wide, device=self._device)
         for part, adapters in zip(down, self.adapters, strict=True):
             first = 0
             for adapter in adapters:
@@ -190,7 +185,7 @@ class Product:
 
     def _up(self, linear: nn.Linear, adapters: Sequence[Adapter]) -> torch.Tensor:
         """Return [N, R]: the scaled B of one linear's adapters, padded with zeros."""
-        up = torch.zeros(linear.out_features, self._rank, dtype=self._wide, device=self._device)
+        up = torch.zeros(linear.out_features, self.rank, dtype=self._wide, device=self._device)
         first = 0
         for adapter in adapters:
             columns = adapter.up.shape[1]

@@ -22,7 +22,7 @@ from torch import nn
 from ...checkpoints.lora import Lora, Pair
 from ...checkpoints.names import modules_of, owner_in
 from ...wording import name_of_dtype, with_article
-from ..weights.group_offload import are_on_disk, groups_of, write_through
+from ..weights.group_offload import are_on_disk, groups_of, overwrite
 from ..weights.quantize_linears import why_not_restorable
 from ..weights.read_only import RULE, ReadOnlyWeight
 
@@ -53,7 +53,12 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         return
     modules, groups = dict(modules_of(transformer)), groups_of(transformer)
     for path, product in lora.products.items():
-        _check_writable(groups, modules, path, product.kind)
+        reason = _why_not_added(groups, getattr(*owner_in(modules, path)))
+        if reason is not None:
+            raise RuntimeError(
+                f"the {product.kind} cannot be added to {path}: {reason}; undo that, load the LoRA, then "
+                "quantise, offload or cast the model."
+            )
     if lora.pairs and importlib.util.find_spec("peft") is None:
         raise ImportError(NO_PEFT)
     for path in lora.pairs:
@@ -76,31 +81,12 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         )
 
 
-def _check_writable(groups: list[ModuleGroup], modules: Mapping[str, nn.Module], path: str, kind: str) -> None:
-    """Raise RuntimeError if a product cannot be added to a weight."""
-    module, name = owner_in(modules, path)
-    parameter = getattr(module, name)
-    if isinstance(parameter, ReadOnlyWeight) and not parameter.is_freed:
-        raise RuntimeError(f"the {kind} changes {path}, but {RULE}")
-    reason = _why_not_added(groups, parameter)
-    if reason is not None:
-        raise RuntimeError(
-            f"the {kind} cannot be added to {path}: {reason}; load it first, then quantise, offload or cast the model."
-        )
-
-
 class _Written(NamedTuple):
     """A parameter that a difference was added to, with a copy of its old values on the CPU."""
 
     module: nn.Module
     name: str
     before: torch.Tensor
-
-    def put_back(self, groups: list[ModuleGroup]) -> None:
-        parameter = getattr(self.module, self.name)
-        with torch.no_grad():
-            parameter.copy_(self.before)
-        write_through(groups, parameter)
 
 
 class LoadedLora:
@@ -200,7 +186,8 @@ class LoadedLora:
             self.adapter = None
         groups = groups_of(self._transformer)
         while self._written:
-            self._written.pop().put_back(groups)
+            module, name, before = self._written.pop()
+            overwrite(groups, getattr(module, name), before)
 
     def _add(
         self,
@@ -220,9 +207,7 @@ class LoadedLora:
             return
         self._written.append(_Written(module, name, parameter.detach().cpu().clone()))
         precise = torch.promote_types(parameter.dtype, torch.float32)
-        with torch.no_grad():
-            parameter.copy_(parameter.to(precise) + scale * difference.to(parameter.device, precise))
-        write_through(groups, parameter)
+        overwrite(groups, parameter, parameter.detach().to(precise) + scale * difference.to(parameter.device, precise))
 
     def _load_pairs(self, pipe: DiffusionPipeline, pairs: dict[str, Pair], scale: float) -> None:
         model = self._transformer
@@ -292,11 +277,8 @@ def has_fused_projections(transformer: nn.Module) -> bool:
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
-    if importlib.util.find_spec("peft") is None:
-        return []
-    from peft.tuners.lora import LoraLayer
-
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+    """Return PEFT's layers, known by an attribute so that peft need not be installed."""
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
 
 
 def _fused(layers: Iterable[nn.Module]) -> list[str]:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ... import kernels
+from ...checkpoints.lazy import LazyTensor
 from ...checkpoints.names import PROJ_L
-from ...config import SLA_TOPK, PatchConfig
+from ...config import SLA_TOPK, PatchConfig, Sparse
 from ...kernels import FP8
 from ...kernels.sparse_linear.sparse_linear_reference import linear_attention
 from ...plain import is_autocast, why_not_plain
@@ -224,6 +226,32 @@ def _is_replaceable(attn: nn.Module, form: SparseForm | None) -> bool:
     # Helios can multiply the keys of its history, which SparseAttnProcessor does not do.
     multiplies_keys = getattr(attn, "is_amplify_history", False)
     return form is not None and type(attn.processor) is form.processor and not multiplies_keys
+
+
+def why_other_tier(
+    source: str | Path, has_projections: bool, attentions: SelfAttentions, config: PatchConfig
+) -> str | None:
+    """Return why weights do not suit a tier, as a sentence, or None.
+
+    has_projections: True if the weights have proj_l, so that they were trained with sparse-linear attention.
+    """
+    is_sparse = isinstance(config, Sparse)
+    if has_projections and not is_sparse:
+        return f"{source} was trained with sparse-linear attention (it has proj_l); give the preset 'sparse'."
+    if is_sparse and not has_projections and needs_projections(attentions):
+        trained = "was trained without sparse-linear attention (it has no proj_l)"
+        return f"{source} {trained}; give another preset, such as 'quantized'."
+    return None
+
+
+def used_projections(
+    stored: Mapping[str, Mapping[str, LazyTensor]], attentions: SelfAttentions
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Read a file's projections by the paths of their attentions, without the zero ones if the family needs none."""
+    loaded = {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in stored.items()}
+    if needs_projections(attentions):
+        return loaded
+    return {path: parts for path, parts in loaded.items() if any(bool(tensor.any()) for tensor in parts.values())}
 
 
 def needs_projections(attentions: SelfAttentions) -> bool:

@@ -33,11 +33,13 @@ def update_groups(transformer: nn.Module) -> None:
             group.cpu_param_dict = {t: copies[t] if t in copies else _on_cpu(t, group) for t in _tensors(group)}
 
 
-def write_through(groups: Iterable[ModuleGroup], tensor: torch.Tensor) -> None:
-    """Let the copies of a tensor that was written to have its values too. groups: those of its transformer."""
+def overwrite(groups: Iterable[ModuleGroup], parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values into a parameter, and into the groups' copies of it. groups: those of its transformer."""
+    with torch.no_grad():
+        parameter.copy_(values)
     for group in groups:
-        if group.stream is not None and tensor in (group.cpu_param_dict or {}):
-            group.cpu_param_dict[tensor].copy_(tensor.data)
+        if group.stream is not None and parameter in (group.cpu_param_dict or {}):
+            group.cpu_param_dict[parameter].copy_(parameter.data)
 
 
 def groups_of(transformer: nn.Module) -> list[ModuleGroup]:

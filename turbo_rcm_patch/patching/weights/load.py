@@ -29,12 +29,11 @@ from ..apply import Patch, PatchError, apply_patch, check_patchable, transformer
 from ..families import SUPPORTED, family_named, family_of
 from ..journal import Journal
 from ..steps.sparse_linear import (
-    PROJ_L,
     add_projections,
     by_attention,
     is_projection,
-    needs_projections,
     use_processors,
+    why_other_tier,
 )
 from .quantize_linears import convertible_linears, put_in_8_bits
 from .tensor_files import read_header
@@ -79,7 +78,8 @@ def load_converted(
             f"the weights are stored in 8 bits, but the config {means}; give the preset that they were stored for."
         )
     config = dataclasses.replace(config, restorable=False)
-    if not isinstance(folder, (str, Path)) or _is_of_others(Path(folder).expanduser()):
+    is_one = isinstance(folder, (str, Path))
+    if not is_one or (is_published(Path(folder).expanduser()) and Path(folder).name != FILE):  # of other tools
         if device is not None:
             raise ValueError(f"device={str(device)!r} is for a converted folder; leave it out, and move the model.")
         return load_turbodiffusion(folder, target, config)
@@ -87,10 +87,7 @@ def load_converted(
     check_patchable(models)
     try:
         folders = _folders_for(Path(folder).expanduser(), models)
-        stored = {
-            name: _Stored(folders[name], model, config.keep, sparse=isinstance(config, Sparse))
-            for name, model in models.items()
-        }
+        stored = {name: _Stored(folders[name], model, config) for name, model in models.items()}
     except ValueError as error:
         raise PatchError(f"cannot load: {error}") from None
 
@@ -146,10 +143,6 @@ def read_vae_config(transformer: Path) -> dict:
     return read_config(folder) if (folder / "config.json").is_file() else {}
 
 
-def _is_of_others(source: Path) -> bool:
-    return is_published(source) and source.name != FILE
-
-
 def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Path]:
     folders = component_folders(folder.parent if folder.name == FILE else folder)
     if len(models) == 1 and len(folders) == 1:
@@ -164,7 +157,7 @@ def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Pat
 class _Stored:
     """A folder's weights, checked to fit a model. Raises ValueError with everything that does not fit."""
 
-    def __init__(self, folder: Path, model: nn.Module, keep: Sequence[str], *, sparse: bool):
+    def __init__(self, folder: Path, model: nn.Module, config: PatchConfig):
         self._file = folder / FILE
         if not self._file.is_file():
             raise ValueError(f"{folder} has no {FILE}; write it with turbo-rcm convert.")
@@ -179,15 +172,15 @@ class _Stored:
             raise ValueError(f"{with_article(type(model).__name__)} is not supported: {SUPPORTED}.")
         self._kinds = {name: kind for name, kind in kinds.items() if not is_projection(name)}
         self._projections = [name for name in kinds if is_projection(name)]
-        if sparse != bool(self._projections) and needs_projections(family.self_attentions(model)):
-            found, preset = ("has", "sparse") if self._projections else ("has no", "quantized")
-            raise ValueError(f"{self._file} {found} {PROJ_L} of sparse-linear attention; give the preset {preset!r}.")
+        reason = why_other_tier(self._file, bool(self._projections), family.self_attentions(model), config)
+        if reason is not None:
+            raise ValueError(reason)
         raise_if(f"{folder} is of another model", _config_differences(read_config(folder), model))
         every = convertible_linears(model, family.linears(model), Quantized())
         in_8_bits = {name for name, kind in self._kinds.items() if kind.dtype in (FP8, INT8)}
         self._linears = {path: every[path] for path in every if path + WEIGHT in in_8_bits}
         raise_if(f"{self._file} does not fit the model", self._differences(model, in_8_bits))
-        wrong = [f"{path} is in 8 bits" for path in self._linears if keeps_weights(path, keep)]
+        wrong = [f"{path} is in 8 bits" for path in self._linears if keeps_weights(path, config.keep)]
         raise_if(f"{self._file} does not fit keep, so convert the model again with the same --keep", wrong)
 
     def _differences(self, model: nn.Module, in_8_bits: set[str]) -> list[str]:

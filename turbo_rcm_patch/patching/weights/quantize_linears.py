@@ -150,7 +150,10 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, torch.Tensor], *ar
 
 
 def add_adapter(self: nn.Module, adapter_config: object, *arguments: object, **options: object) -> None:
-    """Add an adapter as diffusers' add_adapter does. Raises RuntimeError for target_parameters in 8 bits."""
+    """Add an adapter as diffusers' add_adapter does. Raises RuntimeError for target_parameters in 8 bits.
+
+    PEFT would leave them out, with a warning at most.
+    """
     targets = getattr(adapter_config, "target_parameters", None) or ()
     for path, module in self.named_modules():
         if is_quantized(module) and any(f".{path}.weight".endswith(f".{target}") for target in targets):
@@ -264,18 +267,14 @@ def from_file_note(unchanged: int, errors: Sequence[float]) -> str | None:
 
     unchanged: the number of linears with the file's own values. errors: what our 8 bits add to the others' weights.
     """
-    kept = f"{counted(unchanged, 'linear')} with the file's own 8-bit values" if unchanged else None
-    return "; ".join(filter(None, [kept, _added_error(errors)])) or None
-
-
-def _added_error(errors: Sequence[float]) -> str | None:
-    if not errors:
-        return None
-    mean, largest = sum(errors) / len(errors), max(errors)
-    return (
-        f"converted from the file's own 8 bits, which adds a relative error of {mean:.2g} (at most {largest:.2g}) to "
-        f"the weights of {len(errors)} linears"
-    )
+    parts = [f"{counted(unchanged, 'linear')} with the file's own 8-bit values"] if unchanged else []
+    if errors:
+        mean, largest = sum(errors) / len(errors), max(errors)
+        parts.append(
+            f"converted from the file's own 8 bits, which adds a relative error of {mean:.2g} (at most {largest:.2g}) "
+            f"to the weights of {len(errors)} linears"
+        )
+    return "; ".join(parts) or None
 
 
 def _in_mib(size: int) -> str:

@@ -34,15 +34,14 @@ class ReadOnlyWeight(torch.Tensor):
 
     @staticmethod
     @torch.inference_mode(False)
-    def __new__(cls, original, device, dtype, view=None):
-        shown = original if view is None else view
-        layout = {"strides": shown.stride(), "storage_offset": shown.storage_offset()}
-        return torch.Tensor._make_wrapper_subclass(cls, shown.shape, dtype=dtype, device=device, **layout)
+    def __new__(cls, original: torch.Tensor, device: torch.device, dtype: torch.dtype):
+        layout = {"strides": original.stride(), "storage_offset": original.storage_offset()}
+        return torch.Tensor._make_wrapper_subclass(cls, original.shape, dtype=dtype, device=device, **layout)
 
-    def __init__(self, original: nn.Parameter, device: torch.device, dtype: torch.dtype, view=None):
-        """original: on the CPU, or on "meta" if its values were freed. view: the part of it that this tensor shows."""
-        self._original, self._view = original, view
-        self._is_param = view is None  # isinstance(..., nn.Parameter) reads it
+    def __init__(self, original: torch.Tensor, device: torch.device, dtype: torch.dtype):
+        """original: a parameter or a view of one, on the CPU, or on "meta" if its values were freed."""
+        self._original = original
+        self._is_param = isinstance(original, nn.Parameter)  # isinstance(..., nn.Parameter) reads it
 
     @property
     def is_freed(self) -> bool:
@@ -77,18 +76,14 @@ class ReadOnlyWeight(torch.Tensor):
     def _refusal(self) -> RuntimeError:
         return RuntimeError(FREED if self.is_freed else RULE)
 
-    def _shown(self) -> torch.Tensor:
-        """Return the part of the original that this tensor shows."""
-        return self._original.data if self._view is None else self._view
-
     def _values(self) -> torch.Tensor:
         if self.is_freed:
             raise RuntimeError(FREED)
-        return self._shown().to(self.device, self.dtype)
+        return self._original.data.to(self.device, self.dtype)
 
-    def _part(self, view: torch.Tensor) -> ReadOnlyWeight:
+    def _showing(self, view: torch.Tensor) -> ReadOnlyWeight:
         dtype = self.dtype if view.dtype == self._original.dtype else view.dtype
-        return ReadOnlyWeight(self._original, self.device, dtype, view)
+        return ReadOnlyWeight(view, self.device, dtype)
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
@@ -99,8 +94,8 @@ class ReadOnlyWeight(torch.Tensor):
         aliases = (result.alias_info for result in op._schema.returns)
         if any(alias is not None and not alias.is_write for alias in aliases):  # a view
             seen = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-            args, kwargs = tree_map_only(cls, cls._shown, (args, kwargs))
-            return tree_map_only(torch.Tensor, seen._part, op(*args, **kwargs))
+            args, kwargs = tree_map_only(cls, lambda weight: weight._original.data, (args, kwargs))
+            return tree_map_only(torch.Tensor, seen._showing, op(*args, **kwargs))
         args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))
         return op(*args, **kwargs)
 

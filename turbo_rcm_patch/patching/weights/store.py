@@ -11,23 +11,23 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ...checkpoints.files import is_published
-from ...checkpoints.lazy import LazyTensor, open_tensors, shards
+from ...checkpoints.lazy import LazyTensor, Tensors, open_tensors
 from ...checkpoints.whole import Weight
 from ...config import Exact, PatchConfig, Sparse
 from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
 from ..families import family_of, model_in, weights_in
-from ..steps.sparse_linear import PROJ_L, is_projection, needs_projections, why_not_replaceable
+from ..steps.sparse_linear import PROJ_L, is_projection, used_projections, why_not_replaceable, why_other_tier
 from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if, read_config
 from .quantize_linears import convertible_linears, format_for, from_file_note, has_format
-from .tensor_files import Kind, read_header, write_tensors
+from .tensor_files import Kind, write_tensors
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
@@ -82,24 +82,17 @@ def convert_model(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-class _Model:
-    """A transformer in files.
+class _Model(NamedTuple):
+    """A transformer in files, with its parameters on the meta device.
 
-    model: the transformer, with its parameters on the meta device. weights, projections: its tensors by name.
-    quantized: the weights that the files have in 8 bits, by name.
+    tensors: those in the files, by name, with SLA's projections. quantized: the weights that the files have in 8 bits.
     """
 
-    def __init__(
-        self,
-        title: str,
-        model: nn.Module,
-        config: Mapping,
-        weights: dict[str, LazyTensor],
-        quantized: Mapping[str, Weight],
-    ):
-        self.title, self.model, self.config, self.quantized = title, model, dict(config), quantized
-        self.weights = {name: tensor for name, tensor in weights.items() if not is_projection(name)}
-        self.projections = {name: tensor for name, tensor in weights.items() if is_projection(name)}
+    title: str
+    model: nn.Module
+    config: Mapping[str, object]
+    tensors: Tensors
+    quantized: Mapping[str, Weight]
 
 
 def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
@@ -111,28 +104,14 @@ def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
 
 def _of_folder(folder: Path, stack: ExitStack) -> _Model:
     model = empty_model(folder)
-    files = _files_of(folder)
-    config = read_config(folder)
-    opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {f for f, _ in files.values()}}
-    weights = {
-        name: LazyTensor(kind.shape, lambda name=name, file=file: opened[file].get_tensor(name))
-        for name, (file, kind) in files.items()
-    }
-    found = _Model(str(folder), model, config, weights, {})
+    if (folder / FILE).is_file():
+        raise ValueError(f"{folder} is converted already: it holds {FILE}. Give the folder of the original model.")
+    whole = folder / DIFFUSERS_FILE
+    tensors = stack.enter_context(open_tensors(whole if whole.is_file() else folder))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    given = {name: tensor.shape for name, tensor in found.weights.items()}
+    given = {name: tensor.shape for name, tensor in tensors.items() if not is_projection(name)}
     raise_if(f"{folder} does not fit its config.json", differences(expected, given))
-    return found
-
-
-def _files_of(folder: Path) -> dict[str, tuple[Path, Kind]]:
-    """Return the file and kind of each tensor, by its name, in a folder with diffusers' safetensors files."""
-    index = folder / f"{DIFFUSERS_FILE}.index.json"
-    files = shards(index) if index.is_file() else [DIFFUSERS_FILE]
-    missing = [file for file in files if not (folder / file).is_file()]
-    if missing:
-        raise ValueError(f"{folder} has no {', '.join(missing)}; download the model's safetensors files.")
-    return {name: (folder / f, kind) for f in files for name, kind in read_header(folder / f)[0].items()}
+    return _Model(str(folder), model, read_config(folder), tensors, {})
 
 
 def _of_file(source: Path, stack: ExitStack) -> _Model:
@@ -141,8 +120,8 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
     whole = weights_in(source, tensors, model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = {name: LazyTensor(shapes[name], weight.load) for name, weight in whole.weights.items()}
-    for path, parts in whole.proj_l.items():
-        weights |= {f"{path}.{PROJ_L}.{part}": tensor for part, tensor in parts.items()}
+    for path in used_projections(whole.proj_l, family_of(model).self_attentions(model)):
+        weights |= {f"{path}.{PROJ_L}.{part}": tensor for part, tensor in whole.proj_l[path].items()}
     config = {"_class_name": type(model).__name__, **model.config}
     return _Model(str(source), model, config, weights, {name: whole.weights[name] for name in whole.quantized})
 
@@ -150,11 +129,11 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
 def _check_tier(model: _Model, config: PatchConfig) -> None:
     if isinstance(config, Exact):
         return
-    attentions, sparse = list(family_of(model.model).self_attentions(model.model)), isinstance(config, Sparse)
-    if bool(model.projections) != sparse and needs_projections(attentions):
-        trained, preset = ("with", "sparse") if model.projections else ("without", "quantized")
-        raise ValueError(f"{model.title} was trained {trained} sparse-linear attention; give the preset {preset!r}.")
-    if sparse and (reason := why_not_replaceable(model.title, attentions)):
+    attentions = list(family_of(model.model).self_attentions(model.model))
+    reason = why_other_tier(model.title, any(map(is_projection, model.tensors)), attentions, config)
+    if reason is None and isinstance(config, Sparse):
+        reason = why_not_replaceable(model.title, attentions)
+    if reason is not None:
         raise ValueError(reason)
 
 
@@ -172,7 +151,6 @@ class _Job:
             self._linears = set(convertible_linears(model.model, family.linears(model.model), config))
         if model.quantized:  # the file's makers chose which layers stay in 16 bits
             self._linears = {path for path in self._linears if path + WEIGHT in model.quantized}
-        self._tensors = {**model.weights, **model.projections}
         self._kinds = self._describe()
         self._added_errors: list[float] = []
         self._unchanged = sum(self._from_file(path) is not None for path in self._linears)
@@ -195,7 +173,7 @@ class _Job:
     def _describe(self) -> dict[str, Kind]:
         """Return the dtype and shape of every tensor that will be written, by its name."""
         kinds = {}
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._model.tensors.items():
             path = self._linear(name)
             if path is None:
                 kinds[name] = Kind(self._stored(name), tensor.shape)
@@ -208,7 +186,7 @@ class _Job:
 
     def _read(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors in the order of `_describe`."""
-        for name, lazy in self._tensors.items():
+        for name, lazy in self._model.tensors.items():
             path = self._linear(name)
             if path is None:
                 yield name, lazy.load().to(self._stored(name))
@@ -221,7 +199,7 @@ class _Job:
         kept = self._from_file(path)
         if kept is not None:
             return from_values(*kept.load_8_bits(), device)
-        tensor = self._tensors[name].load().to(self._stored(name))
+        tensor = self._model.tensors[name].load().to(self._stored(name))
         weight = convert(tensor.to(device), self._format_of(path), device)
         if name in self._model.quantized:
             self._added_errors.append(error_of(weight, tensor))

@@ -35,9 +35,6 @@ class Kind(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
 
 def read_header(path: Path) -> tuple[dict[str, Kind], dict[str, str]]:
     """Return the kind of each tensor in a safetensors file by its name, and the file's metadata.
@@ -69,6 +66,6 @@ def write_tensors(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for (name, kind), (given, tensor) in zip(kinds.items(), tensors, strict=True):
-            if given != name or Kind(tensor.dtype, tuple(tensor.shape)) != kind:
+            if (given, tensor.dtype, tuple(tensor.shape)) != (name, *kind):
                 raise ValueError(f"{given} is {tensor.dtype} {list(tensor.shape)}; the header says {name}, {kind}.")
             file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))

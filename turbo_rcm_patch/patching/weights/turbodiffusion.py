@@ -13,16 +13,16 @@ from torch import nn
 
 from ...checkpoints.files import COMPONENTS, Source
 from ...checkpoints.lazy import open_tensors
-from ...checkpoints.names import modules_of
-from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, device_of, fill_buffers, parameters_of
+from ...checkpoints.names import modules_of, owner_in
+from ...checkpoints.whole import Weight, WholeModel, cast, device_of, fill_buffers, parameters_of
 from ...config import Exact, PatchConfig, Sparse, resolve_config
 from ..apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
 from ..families import family_of, weights_in
 from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
-from ..steps.sparse_linear import add_projections, needs_projections, why_not_replaceable
-from .group_offload import ON_DISK, groups_of, is_on_disk, write_through
+from ..steps.sparse_linear import add_projections, used_projections, why_not_replaceable, why_other_tier
+from .group_offload import ON_DISK, groups_of, is_on_disk, overwrite
 from .linear_8bit import error_of, from_values
 from .quantize_linears import (
     capability_of,
@@ -84,24 +84,25 @@ def load_turbodiffusion(
     models = transformers_of(target)
     check_patchable(models)
     _check_writable("load", models)
-    with _opened(path, models) as files:
-        _check_attention(files, models, config)
-        written: list[_Written] = []
+    with _opened(path, models) as files, ExitStack() as failing:
+        for name, file in files.items():
+            attentions = list(family_of(models[name]).self_attentions(models[name]))
+            projections = used_projections(file.proj_l, attentions)
+            reason = why_other_tier(file.source, bool(projections), attentions, config)
+            if reason is not None:
+                raise PatchError(f"cannot load: {reason}")
         journals: list[Journal] = []
 
         def prepare(journal: Journal, name: str, model: nn.Module) -> None:
-            written.append(_Written(model))
+            written = _Written(model, journal)
+            failing.callback(written.undo)
             journals.append(journal)
-            _fill(model, files[name], config, written[-1], journal)
+            _fill(model, files[name], config, written, journal)
             _, block = next(family_of(model).every_block(model))
             state_of(block).shared.from_file = _from_file_note(files[name], model)
 
-        try:
-            patch = apply_patch(target, config, prepare)
-        except BaseException:
-            for each in written:
-                each.undo()
-            raise
+        patch = apply_patch(target, config, prepare)
+        failing.pop_all()
     for journal in journals:
         journal.forget_parameters()  # the weights before, which nothing needs any more
     return patch
@@ -113,14 +114,17 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
     linears = convertible_linears(model, family.linears(model), config)
     placed = {f"{path}.weight": (linear, device_of(linear.weight)) for path, linear in linears.items()}
     unchanged = {name: each for name, each in placed.items() if _takes(each[1], file.weights[name])}
-    written.write((own, cast(weight, like)) for own, weight, like in _weights_for(file, model) if own not in unchanged)
+    parameters = parameters_of(model)
+    changed = {own: weight for own, weight in file.weights.items() if own not in unchanged}
+    written.write((own, cast(weight, parameters[own])) for own, weight in changed.items())
     for name, (linear, device) in unchanged.items():
         freed = nn.Parameter(torch.empty_like(linear.weight, device="meta"), linear.weight.requires_grad)
         written.put_aside(linear.weight)
         journal.set_parameter(linear, "weight", freed)
         put_in_8_bits(journal, linear, from_values(*file.weights[name].load_8_bits(), device))
     if isinstance(config, Sparse):
-        add_projections(journal, family.self_attentions(model), _projections(file, model))
+        attentions = list(family.self_attentions(model))
+        add_projections(journal, attentions, used_projections(file.proj_l, attentions))
     # The makers of a file in 8 bits chose which layers stay in 16.
     wide = [path for path in linears if file.quantized and f"{path}.weight" not in file.quantized]
     replace_computation(journal, model, replace(config, keep=(*config.keep, *wide)) if wide else config)
@@ -142,7 +146,8 @@ def load_projections(pipe: object) -> None:
     models = {name: model for name, model in every.items() if sources[name] and Path(sources[name]).exists()}
     with _opened([sources[name] for name in models], models) as files:
         for name, model in models.items():
-            add_projections(Journal(), family_of(model).self_attentions(model), _projections(files[name], model))
+            attentions = list(family_of(model).self_attentions(model))
+            add_projections(Journal(), attentions, used_projections(files[name].proj_l, attentions))
 
 
 def _config_for(
@@ -199,23 +204,6 @@ def _only_transformer(source: Source) -> Source:
     return folder
 
 
-def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], config: PatchConfig) -> None:
-    for name, file in files.items():
-        model = models[name]
-        has_linear_part = bool(_projections(file, model))
-        if has_linear_part and not isinstance(config, Sparse):
-            raise PatchError(
-                f"cannot load: {file.source} was trained with sparse-linear attention (it has proj_l); give "
-                "attention='sagesla' or 'sla', or the preset 'sparse'."
-            )
-        attentions = family_of(model).self_attentions(model)
-        if isinstance(config, Sparse) and not has_linear_part and needs_projections(attentions):
-            raise PatchError(
-                f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
-                "attention='dense', or a preset such as 'quantized'."
-            )
-
-
 def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = True) -> None:
     """Raise PatchError if a model's parameters cannot be written, or if the model runs with copies of them.
 
@@ -232,32 +220,30 @@ def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = Tru
             raise PatchError(f"cannot {verb} {name}: its weights are on the meta device; load them first.")
 
 
-def _weights_for(file: WholeModel, model: nn.Module) -> Iterator[tuple[str, Weight, nn.Parameter]]:
-    parameters = parameters_of(model)
-    return ((name, weight, parameters[name]) for name, weight in file.weights.items())
-
-
 class _Written:
-    """Writes weights into a model's parameters, and keeps the previous values on the CPU until all are loaded."""
+    """Writes weights into a model's parameters, and keeps the previous values on the CPU until all are loaded.
 
-    def __init__(self, model: nn.Module):
-        self._model, self._modules = model, [(module, dict(module._parameters)) for module in model.modules()]
+    The journal replaces parameters on the meta device, and undoes that.
+    """
+
+    def __init__(self, model: nn.Module, journal: Journal):
+        self._model, self._journal = model, journal
         self._before: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._aside: list[tuple[nn.Parameter, torch.device]] = []
 
     def write(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write weights in place, and into offloading's copies of them. Parameters on the meta device are replaced."""
-        copy_into(self._model, self._remembering(weights))
+        """Write weights in place, and into offloading's copies of them."""
+        modules, parameters, groups = dict(modules_of(self._model)), parameters_of(self._model), groups_of(self._model)
+        for name, tensor in weights:
+            parameter = parameters[name]
+            if parameter.is_meta:
+                loaded = nn.Parameter(tensor.clone(), parameter.requires_grad)
+                self._journal.set_parameter(*owner_in(modules, name), loaded)
+            else:
+                self._before.append((parameter, parameter.detach().to("cpu", copy=True)))
+                overwrite(groups, parameter, tensor)
         if any(buffer.is_meta for buffer in self._model.buffers()):
             fill_buffers(self._model, next(self._model.parameters()).device)
-
-    def _remembering(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters, groups = parameters_of(self._model), groups_of(self._model)
-        for name, tensor in weights:
-            if not parameters[name].is_meta:
-                self._before.append((parameters[name], parameters[name].detach().to("cpu", copy=True)))
-            yield name, tensor
-            write_through(groups, parameters[name])  # the generator resumes after the caller wrote this tensor
 
     def put_aside(self, parameter: nn.Parameter) -> None:
         """Keep a parameter that will be replaced on the CPU."""
@@ -266,24 +252,12 @@ class _Written:
             parameter.data = parameter.data.cpu()
 
     def undo(self) -> None:
-        """Restore all parameters."""
-        for module, parameters in self._modules:
-            module._parameters.update(parameters)
+        """Restore all values."""
         for parameter, device in reversed(self._aside):
             parameter.data = parameter.data.to(device)
         groups = groups_of(self._model)
-        with torch.no_grad():
-            for parameter, before in self._before:
-                parameter.copy_(before)
-                write_through(groups, parameter)
-
-
-def _projections(file: WholeModel, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Return a file's projections of SLA, without the zero ones if the family's weights need none."""
-    loaded = {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
-    if needs_projections(family_of(model).self_attentions(model)):
-        return loaded
-    return {path: parts for path, parts in loaded.items() if any(bool(tensor.any()) for tensor in parts.values())}
+        for parameter, before in self._before:
+            overwrite(groups, parameter, before)
 
 
 def _from_file_note(file: WholeModel, model: nn.Module) -> str | None:
@@ -327,7 +301,10 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         except ValueError as error:
             raise PatchError(f"cannot merge: {error}") from None
         if base.proj_l:
-            raise PatchError(f"cannot merge: {_why_no_base(path, base_path, is_turbo=bool(turbo.proj_l))}")
+            raise PatchError(
+                f"cannot merge: base_path is {base_path}, which has proj_l, as TurboWan has. Give TurboWan's weights "
+                "as path, and as base_path those of the Wan that it was trained from."
+            )
         shared = [parameter for parameter in turbo.weights if parameter in base.weights]
         if not shared:
             raise PatchError(
@@ -337,23 +314,14 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         attentions = list(family_of(model).self_attentions(model))
         if turbo.proj_l and (reason := why_not_replaceable(name, attentions)):
             raise PatchError(f"cannot merge: {reason}")
-        written = _Written(model)
+        written = _Written(model, Journal())
         try:
             written.write(_sums(model, shared, turbo, base))
         except BaseException:
             written.undo()
             raise
-        add_projections(Journal(), attentions, _projections(turbo, model))
+        add_projections(Journal(), attentions, used_projections(turbo.proj_l, attentions))
     return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
-
-
-def _why_no_base(path: Source, base_path: Source, *, is_turbo: bool) -> str:
-    """Return the error for a base that has proj_l. is_turbo: True if the other file has proj_l too."""
-    given = "both have proj_l, which TurboDiffusion's training adds" if is_turbo else "they seem to be swapped"
-    return (
-        f"path is {path} and base_path {base_path}, which has proj_l: {given}. Give TurboWan's weights as path, and as "
-        "base_path those of the Wan that it was trained from."
-    )
 
 
 def _sums(
