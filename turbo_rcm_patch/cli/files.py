@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 import wave
@@ -57,7 +56,7 @@ def check_ffmpeg() -> None:
         executable = imageio_ffmpeg.get_ffmpeg_exe()
     except (ImportError, RuntimeError):
         executable = None
-    if executable is None or shutil.which(executable) is None or not _runs(executable):
+    if executable is None or not _runs(executable):
         raise CommandError(
             "no ffmpeg found to write the mp4 with; install one with: pip install imageio-ffmpeg"
             " (or set IMAGEIO_FFMPEG_EXE to yours)."
