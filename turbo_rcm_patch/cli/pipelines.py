@@ -180,6 +180,10 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     case = CASES.get(arguments.config)
     if case is None:
         raise CommandError(f"--config {arguments.config} is unknown; accepted are {SIZES}.")
+    if arguments.layers is not None and arguments.layers > (most := case.transformer["num_layers"]):
+        raise CommandError(
+            f"--layers {arguments.layers}: {arguments.config} has {counted(most, 'block')}; give at most {most}."
+        )
     size_rules(case.vae, case.transformer).check(arguments.height, arguments.width, arguments.frames)
     device = choose_device(arguments)
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
