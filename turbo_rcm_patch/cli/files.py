@@ -108,7 +108,8 @@ def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int, sound: Sound
     frames = 0
     quality = 5  # as diffusers' export_to_video has it
     with replacing(path) as temporary, _wav_of(sound) as audio:
-        with imageio.get_writer(temporary, fps=fps, quality=quality, **audio) as writer:
+        # imageio's own context leaves ffmpeg running after an error, and ffmpeg then writes the file that was removed.
+        with contextlib.closing(imageio.get_writer(temporary, fps=fps, quality=quality, **audio)) as writer:
             for piece in pieces:
                 for frame in piece:
                     writer.append_data(frame)
