@@ -124,7 +124,8 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
         with gr.Row():
             guidance = gr.Number(None, label="Guidance", placeholder=OWN, min_width=FITS_OWN)
             negative = gr.Textbox("", label="Negative prompt", max_length=LONGEST_PROMPT)
-            recipe = gr.Dropdown([AUTOMATIC, OWN_SAMPLER, *_recipes()], value=AUTOMATIC, label="Recipe", info=RECIPE)
+            recipes = [AUTOMATIC, OWN_SAMPLER, *recipes_for(sound=False, image=False)]
+            recipe = gr.Dropdown(recipes, value=AUTOMATIC, label="Recipe", info=RECIPE)
             lora = gr.Dropdown([NONE, *maker.loras], value=NONE, label="LoRA", info=LORA)
         button = gr.Button("Generate", variant="primary", **waits)
         headline = gr.HTML()
@@ -162,11 +163,6 @@ def _sizes(maker: DemoVideos) -> dict[str, int]:
     """Return the form's defaults: the tiny model's own size, or what a GPU's models are made for."""
     first = maker.models[0] == EMBEDDED_MODEL
     return dict(zip(("Height", "Width", "Frames"), (HEIGHT, WIDTH, FRAMES) if first else (480, 832, 81), strict=True))
-
-
-def _recipes() -> list[str]:
-    """Return the recipes for models that make videos from text, without sound."""
-    return recipes_for(sound=False, image=False)
 
 
 def _of_model(model: str) -> list[dict]:
