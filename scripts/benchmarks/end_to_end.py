@@ -40,6 +40,7 @@ from diffusers import AutoencoderKLWan, DiffusionPipeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
+from scripts.benchmarks.comparison import compare_checked
 from scripts.benchmarks.lora import add_random_lora, lora_variants, rescaled_once
 from scripts.benchmarks.stand_ins import TOKENS, add_text_encoder, tiny_file
 from turbo_rcm_patch.bench.cases import (
@@ -51,7 +52,7 @@ from turbo_rcm_patch.bench.cases import (
     random_inputs,
     structured_inputs,
 )
-from turbo_rcm_patch.bench.compare import Comparison, compare
+from turbo_rcm_patch.bench.compare import Comparison
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.bench.variants import COMPILED, EXACT_PATCH, PATCHED, UNPATCHED
 from turbo_rcm_patch.cli.arguments import spelled
@@ -163,7 +164,7 @@ def measure(options: argparse.Namespace, preset: str, device: torch.device, *, i
     inputs = structured_inputs(pipe, **size) if is_structured else random_inputs(pipe)
     if options.prompt:
         inputs |= {"prompt_embeds": None, "prompt": "a prompt", "max_sequence_length": TOKENS}
-    comparison = compare(
+    comparison = compare_checked(
         pipe,
         {**call, **inputs},
         config=config,

@@ -96,7 +96,7 @@ def row(
     """Return a row of results. accuracy: as in `evaluate`. psnr_to_exact: mean dB, or None for the exact model."""
     accuracy = summarise(judge_videos(videos, held_out_scenes(options.n, options.seed)))
     psnr = None if videos is exact else frame_psnr(videos, exact).mean().item()
-    shares = {attribute: value.to_dict() for attribute, value in accuracy.items()}
+    shares = {attribute: asdict(value) for attribute, value in accuracy.items()}
     return {"variant": name, "kept": kept, "steps": steps, "accuracy": shares, "psnr_to_exact": psnr}
 
 

@@ -11,7 +11,8 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from turbo_rcm_patch.bench.variants import COMPILED_AFTER_A_CHANGE, Switch
+from scripts.benchmarks.comparison import COMPILED_AFTER_A_CHANGE
+from turbo_rcm_patch.bench.variants import Switch
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching import Patch, patch
 

@@ -81,7 +81,7 @@ def judge_teacher(run: Run, teacher: WanPipeline, prompts: int) -> None:
     """Log the prompt accuracy of the teacher's own sampler, with guidance, on held-out captions."""
     call = {**EMBEDDED_CALL, "num_inference_steps": TEACHER_STEPS, "guidance_scale": GUIDANCE}
     accuracy = prompt_accuracy(teacher, held_out_scenes(prompts, run.seed), call, seed=run.seed, batch_size=64)
-    shares = {name: value.to_dict() for name, value in accuracy.items()}
+    shares = {name: asdict(value) for name, value in accuracy.items()}
     run.log("teacher accuracy", steps=TEACHER_STEPS, guidance_scale=GUIDANCE, prompts=prompts, accuracy=shares)
 
 

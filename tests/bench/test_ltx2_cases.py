@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from scripts.benchmarks import end_to_end
+from scripts.benchmarks.comparison import compare_checked
 from tests.bench.damage import damage_block
 from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench import verify as verify_module
@@ -19,7 +20,6 @@ from turbo_rcm_patch.bench.cases import (
     random_inputs,
     structured_inputs,
 )
-from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.oracle import first_call
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
@@ -150,13 +150,13 @@ def test_compare_judges_both_streams(stream, monkeypatch):
     def damage(output):
         return tuple(x + 0.01 * x.roll(1, -1) if i == stream else x for i, x in enumerate(output))
 
-    options = {"with_oracle": True, "with_compile": False, "warmups": 0, "repeats": 1}
+    options = {"with_compile": False, "warmups": 0, "repeats": 1}
     given = {**call(pipe), "output_type": "latent"}
     if stream == 0:
-        assert 0 < compare(pipe, given, **options).variants[-1].step_error < 1e-5
+        assert 0 < compare_checked(pipe, given, **options).variants[-1].step_error < 1e-5
     damage_block(monkeypatch, variants_module, "transformer.transformer_blocks.1", damage)
     with pytest.raises(RuntimeError, match="the patched transformer errs more than it may"):
-        compare(pipe, given, **options)
+        compare_checked(pipe, given, **options)
 
 
 def test_end_to_end_runs_in_several_tiers(tmp_path, capsys):
@@ -177,5 +177,5 @@ def test_end_to_end_runs_in_several_tiers(tmp_path, capsys):
 
 def test_sizes_are_those_of_its_latents():
     rules = size_rules(REAL.vae, REAL.transformer)
-    assert (rules.height, rules.width, rules.temporal, rules.positions) == (32, 32, 8, None)
+    assert (rules.height, rules.width, rules.temporal) == (32, 32, 8)
     rules.check(1024, 1792, 121)

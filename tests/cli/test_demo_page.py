@@ -124,7 +124,7 @@ STAGES = {name: [(stage, 1.0) for stage in ("text encoding", "4 steps", "VAE dec
 RED, BLUE = (230, 20, 20), (20, 20, 230)
 
 
-def two_long_videos(maker, request, tell):
+def two_long_videos(maker, request):
     """An answer with a red and a blue video of two seconds."""
     files = [maker._folder / f"1-{name}.mp4" for name in ("unpatched", "patched")]
     for file, colour in zip(files, (RED, BLUE), strict=True):
@@ -155,7 +155,7 @@ def test_two_visitors(page, server, monkeypatch):
             assert text in shown
     seen = page.evaluate("window.seen")
     for name in ("unpatched", "patched"):  # a step this small may pass unseen
-        assert re.search(rf"^{name}, (step \d of 4|decoding) - ", "\n".join(seen), re.MULTILINE)
+        assert re.search(rf"^{name} 1/1 - ", "\n".join(seen), re.MULTILINE)
 
     ask(other, height=33)
     refusal = other.get_by_role("alert").get_by_text("height 33 is not divisible by 16; try 32.")
@@ -205,14 +205,6 @@ def test_a_picture_of_the_page_shows_both_videos(page, server, monkeypatch, tmp_
     assert places[phone][0][3] < places[phone][1][1]  # one below the other
 
 
-def test_a_recipe_sets_its_number_of_steps(tmp_path):
-    maker = DemoVideos(parse_arguments(["demo", "--device", "cpu"]), tmp_path)
-    changes = page_of_demo.build_page(maker).fns.values()
-    (change,) = (change for change in changes if [block.label for block in change.outputs] == ["Steps"])
-    assert [block.label for block in change.inputs] == ["Model", "Recipe"]
-    assert [change.fn("x", recipe) for recipe in ("automatic", "none", "fastwan", "causvid-lora")] == [None, None, 3, 9]
-
-
 @pytest.mark.parametrize(("label", "value"), [("Frames", 0), ("Seed", -1), ("Height", 0), ("Steps", 9)])
 def test_a_number_out_of_range_is_a_sentence_with_its_field(tmp_path, capsys, caplog, label, value):
     """The form lets every number through, so that no field of Gradio's refuses it without a name."""
@@ -235,10 +227,10 @@ def test_only_what_goes_with_a_model_can_be_chosen(tmp_path):
     assert ("rcm", "rcm") in recipes
     assert not [name for name, _ in recipes if "i2v" in name or "flf2v" in name]  # the page takes no image
     fields = [block.label for block in page.blocks.values() if getattr(block, "label", "") in FEW_STEP_FIELDS]
-    for model, steps in ((EMBEDDED_MODEL, 4), ("a/b", None)):
-        *_, of_steps, guidance, negative, recipe, lora = page_of_demo._of_model(model)
-        assert of_steps["value"] == steps
-        assert [field["interactive"] for field in (guidance, negative, recipe, lora)] == [steps is None] * len(fields)
+    for model in (EMBEDDED_MODEL, "a/b"):
+        *_, guidance, negative, recipe, lora = page_of_demo._of_model(model)
+        takes = [field["interactive"] for field in (guidance, negative, recipe, lora)]
+        assert takes == [model != EMBEDDED_MODEL] * len(fields)
 
 
 FEW_STEP_FIELDS = ("Guidance", "Negative prompt", "Recipe", "LoRA")
@@ -246,7 +238,7 @@ FEW_STEP_FIELDS = ("Guidance", "Negative prompt", "Recipe", "LoRA")
 
 def test_an_answer_begins_with_what_matters(tmp_path):
     answer = Answer(Path("a"), Path("b"), "times", "blocks", ("a <b>", "c"), "1.2× as fast", STAGES)
-    maker = SimpleNamespace(answer=lambda request, tell: answer)
+    maker = SimpleNamespace(answer=lambda request: answer)
     headline, *videos, details = page_of_demo._answer(
         maker, ["a fox", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "automatic", "none", None, ""]
     )
@@ -359,7 +351,7 @@ def start_a_request(address):
 def test_it_ends_while_a_video_is_made(ended, monkeypatch, capsys):
     """SIGTERM comes while a thread of the page makes a video."""
     made = threading.Event()
-    monkeypatch.setattr(DemoVideos, "answer", lambda maker, request, tell: made.wait(60))
+    monkeypatch.setattr(DemoVideos, "answer", lambda maker, request: made.wait(60))
     monkeypatch.setenv("GRADIO_SHARE", "True")
     status, first_line = ended(signal.SIGTERM, start_a_request)
     made.set()

@@ -45,23 +45,6 @@ def test_an_answer_has_both_videos_and_what_they_took(maker):
     assert maker._loaded[1] is loaded
 
 
-def test_the_step_is_told_and_whose_it_is(maker):
-    """A GPU makes each video three times."""
-    told = []
-    maker._runs = {"warmups": 1, "repeats": 1}
-    maker.answer(replace(SMALL, steps=2), lambda share, text: told.append((share, text)))
-    assert told[:3] == [
-        (0.0, "unpatched, run 1 of 2, step 1 of 2"),
-        (0.5, "unpatched, run 1 of 2, step 2 of 2"),
-        (1.0, "unpatched, run 1 of 2, decoding"),
-    ]
-    assert len(told) == 12
-    maker._runs = {"warmups": 0, "repeats": 1}
-    maker.answer(SMALL, lambda share, text: told.append(text))
-    assert told[12:] == ["unpatched, step 1 of 1", "unpatched, decoding", "patched, step 1 of 1", "patched, decoding"]
-    assert "progress_bar" not in vars(maker._loaded[1])
-
-
 def test_videos_play_at_the_rate_of_their_model(tmp_path):
     tiny_wan_pipeline("ti2v").save_pretrained(tmp_path / "ti2v")
     model = str(tmp_path / "ti2v")

@@ -58,10 +58,6 @@ class Accuracy:
         squares = sum((r - share * a) ** 2 for r, a in counts)
         return cls(share, right, asked, math.sqrt(squares * len(counts) / (len(counts) - 1)) / asked)
 
-    def to_dict(self) -> dict[str, object]:
-        """Return a dictionary for ``json.dump``."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Change:

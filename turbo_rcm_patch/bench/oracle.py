@@ -17,7 +17,7 @@ from ..patching.weights.quantize_linears import is_quantized
 from ..tiers import is_low_precision
 from .coding import without_tf32
 from .parts import Trace, hidden_states_of, in_dtype, trace_of
-from .sparse import by_reference, sparse_self_attention
+from .sparse import sparse_self_attention
 
 _PACKED_LINEAR = "GGUFLinear"  # diffusers' linear for GGUF files. Its weight is a tensor of bytes.
 
@@ -113,7 +113,8 @@ def class_copy(block: nn.Module) -> nn.Module:
         if is_quantized(module):
             QuantizedLinear.forget(module)
     if (attn := sparse_self_attention(twin)) is not None:
-        attn.processor = by_reference(attn.processor)
+        attn.processor = copy.copy(attn.processor)
+        attn.processor.implementation = "torch"
     return twin
 
 

@@ -6,6 +6,8 @@ The parts are:
 - every linear in 8 bits
 - the two matrix products of a dense attention in 8 bits: QKᵀ with the softmax, and PV
 - a sparse attention as a whole; for sparse-linear attention also the choice of key blocks (sparse.py)
+
+Block-sparse attention also has the share of key blocks that it keeps.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ import torch
 from torch import nn
 
 from .. import kernels
-from ..config import FUSION_GROUPS
+from ..config import FUSION_GROUPS, BlockSparse
 from ..kernels import reference
 from ..patching.families import blocks_like
 from ..patching.families.family import BlockPlan, Blocks
-from ..patching.steps.block_sparse import why_dense
+from ..patching.steps.block_sparse import block_sizes, why_dense
 from ..patching.steps.plan import state_of
 from ..patching.steps.sparse_linear import is_sparse
 from ..patching.weights.quantize_linears import is_quantized
@@ -146,6 +148,26 @@ def _attention_errors(
     rounded_scores = reference.attention(rounded_q, rounded_k, v, None, None, None, 1.0)
     ours = kernels.attention_8bit(quantized)
     return {QK: relative_l2(rounded_scores, exact), PV: relative_l2(ours, rounded_scores)}
+
+
+def kept_share(block: nn.Module, trace: Trace) -> float | None:
+    """Return the share of (query block, key block) pairs that a patched block's attention keeps, 1.0 if it is dense.
+
+    None means that the block did not run, has another tier than block_sparse, or is of no known family. trace:
+    of its twin in fp32, for q and k.
+    """
+    state, blocks = state_of(block), blocks_like(block)
+    config, latest, plan = state.shared.config, state.plans.latest, state.plans.ran
+    if not isinstance(config, BlockSparse) or blocks is None or plan is None:
+        return None
+    if plan.attends is None:
+        return 1.0
+    quantized = plan.attends.in_8_bits
+    if why_dense(blocks.self_attention_of(block), latest.stream, latest.call, quantized=quantized) is not None:
+        return 1.0
+    q, k, _ = self_attention_inputs(trace)
+    block_q, block_k = block_sizes(latest.call, quantized=quantized)
+    return kernels.kept_share(q, k, mass=config.mass, block_q=block_q, block_k=block_k)
 
 
 def _of_channels(attended: torch.Tensor | kernels.Quantized) -> torch.Tensor:

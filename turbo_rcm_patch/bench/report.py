@@ -21,7 +21,7 @@ from .verify import BlockCheck, PartCheck, Verification
 def timings_table(timings: StageTimings, writing: float | None = None) -> str:
     """Return one line per stage, all steps in one. writing: seconds from the call's end to the finished file, or None
     without one."""
-    text, (steps, seconds), *after = short_stages(timings)
+    text, (steps, seconds), *after = stages(timings)
     median = f", median {format_seconds(statistics.median(timings.steps))}" if len(timings.steps) > 1 else ""
     lines = [text, (steps + median, seconds), *after, ("total", timings.total)]
     if writing is not None:
@@ -46,8 +46,8 @@ def comparison_table(comparison: Comparison) -> str:
     def add(label: str, cell: Callable[[Variant], str]) -> None:
         rows.append([label, *map(cell, variants)])
 
-    for index, (label, _) in enumerate(_stages(variants[0].timings)):
-        add(label, lambda v, i=index: format_seconds(_stages(v.timings)[i][1]))
+    for index, (label, _) in enumerate(stages(variants[0].timings, each_step=True)):
+        add(label, lambda v, i=index: format_seconds(stages(v.timings, each_step=True)[i][1]))
     add("total", lambda v: format_seconds(v.timings.total))
     has_gpu = comparison.environment.gpu is not None
     if has_gpu:
@@ -195,9 +195,9 @@ def plot(comparison: Comparison, path: str | Path) -> None:
     figure = Figure(figsize=(7, 2 + 0.6 * len(names)), layout="constrained")
     axes = figure.subplots()
     left = np.zeros(len(names))
-    stages = [short_stages(variant.timings) for variant in comparison.variants]
-    for index, (label, _) in enumerate(stages[0]):
-        seconds = np.array([each[index][1] for each in stages])
+    by_variant = [stages(variant.timings) for variant in comparison.variants]
+    for index, (label, _) in enumerate(by_variant[0]):
+        seconds = np.array([each[index][1] for each in by_variant])
         axes.barh(names, seconds, left=left, label=label, edgecolor="white")
         left += seconds
     axes.bar_label(axes.containers[-1], [format_seconds(seconds) for seconds in left], padding=3)
@@ -214,20 +214,14 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
-def _stages(timings: StageTimings) -> list[tuple[str, float]]:
-    steps = [(f"step {index}", seconds) for index, seconds in enumerate(timings.steps, start=1)]
-    return [("text encoding", timings.text_encoding), *steps, *_stages_after_steps(timings)]
-
-
-def _stages_after_steps(timings: StageTimings) -> list[tuple[str, float]]:
+def stages(timings: StageTimings, *, each_step: bool = False) -> list[tuple[str, float]]:
+    """Return the names and seconds of the stages, with all steps in one unless each_step is True."""
+    steps = [(counted(len(timings.steps), "step"), sum(timings.steps))]
+    if each_step:
+        steps = [(f"step {index}", seconds) for index, seconds in enumerate(timings.steps, start=1)]
     sound = [("sound", timings.sound)] if timings.sound else []
-    return [("VAE decode", timings.vae_decode), ("output", timings.output), *sound]
-
-
-def short_stages(timings: StageTimings) -> list[tuple[str, float]]:
-    """Return the stages with all steps in one."""
-    steps = counted(len(timings.steps), "step"), sum(timings.steps)
-    return [("text encoding", timings.text_encoding), steps, *_stages_after_steps(timings)]
+    after = [("VAE decode", timings.vae_decode), ("output", timings.output), *sound]
+    return [("text encoding", timings.text_encoding), *steps, *after]
 
 
 def _format_memory(timings: StageTimings) -> str:

@@ -7,8 +7,6 @@ patched block's own choice is checked separately.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
@@ -23,13 +21,6 @@ def sparse_self_attention(block: nn.Module) -> nn.Module | None:
     blocks = blocks_like(block)
     attn = None if blocks is None else blocks.self_attention_of(block)
     return attn if attn is not None and is_sparse(attn) else None
-
-
-def by_reference(processor: SparseAttnProcessor) -> SparseAttnProcessor:
-    """Return a processor that computes the same by the torch reference."""
-    twin = copy.copy(processor)
-    twin.implementation = "torch"
-    return twin
 
 
 def best_choice(processor: SparseAttnProcessor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from diffusers import ContextParallelConfig, DiffusionPipeline
+from diffusers import DiffusionPipeline
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -25,7 +25,6 @@ from ..patching.families import family_of
 from .replaced import replaced
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
-COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
 # An 8-bit tier is compared with torchao's 8 bits, if it is installed, and with the exact patch. Block-sparse attention
 # is compared with the patch with dense attention.
 TORCHAO, EXACT_PATCH, DENSE_PATCH = "torchao float8 + torch.compile", "patched exactly", "patched, dense in 8 bits"
@@ -43,19 +42,19 @@ class Variants:
 
 
 def single_process(
-    pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool, patched: Patching | None = None
+    pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool | None = None, patched: Patching | None = None
 ) -> Variants:
     """Return the variants on one device; switching off leaves the pipeline as it was.
 
-    patched: patches the pipeline with a configuration. None: `patch` alone.
+    with_compile: None: only on a GPU. patched: patches the pipeline with a configuration. None: `patch` alone.
     """
     patched = patched or partial(patch, pipe)
-    switches, spare_memory = _unpatched(pipe, with_compile), 0
+    switches, spare_memory = unpatched_variants(pipe, with_compile), 0
     if not isinstance(config, Exact):
         switches[EXACT_PATCH] = lambda: patched(Exact(cuda_graph=config.cuda_graph))
         if isinstance(config, BlockSparse):
             switches[DENSE_PATCH] = lambda: patched(Quantized(cuda_graph=config.cuda_graph))
-        if with_compile and _has_torchao() and getattr(pipe, "transformer_2", None) is None:
+        if COMPILED in switches and _has_torchao() and getattr(pipe, "transformer_2", None) is None:
             switches[TORCHAO], spare_memory = _torchao_float8(pipe)
     switches[PATCHED] = lambda: patched(config)
     return Variants(switches, spare_memory)
@@ -105,20 +104,10 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
     return sum(_stored_bytes(getattr(tensor, name)) for name in names)
 
 
-def context_parallel(
-    pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool, degree: int, patched: Patching | None = None
-) -> Variants:
-    """Return the variants under Ulysses context parallelism of the default process group, which has `degree` processes.
-
-    The pipeline's transformers are parallel afterwards for good. patched: as for `single_process`.
-    """
-    patched = patched or partial(patch, pipe)
-    for model in transformers_of(pipe).values():
-        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree))
-    return Variants(_unpatched(pipe, with_compile) | {PATCHED: lambda: patched(config)})
-
-
-def _unpatched(pipe: DiffusionPipeline, with_compile: bool) -> dict[str, Switch]:
+def unpatched_variants(pipe: DiffusionPipeline, with_compile: bool | None) -> dict[str, Switch]:
+    """Return the variants without a patch. with_compile: None: torch.compile is one only on a GPU."""
+    if with_compile is None:
+        with_compile = torch.device(pipe._execution_device).type == "cuda"
     plain: dict[str, Switch] = {UNPATCHED: contextlib.nullcontext}
     return plain | {COMPILED: _CompiledBlocks(pipe)} if with_compile else plain
 

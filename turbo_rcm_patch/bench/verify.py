@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
@@ -17,10 +18,9 @@ from ..patching.families import family_of
 from ..patching.families.vae import vae_state
 from ..tiers import EXACT, ErrorLimits, is_low_precision
 from .coding import coded, coding_oracle, inputs_of, refuse_tiny_vae, without_tf32
-from .kept_blocks import KeptShare, kept_share_of
 from .metrics import relative_l2
 from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32, weights_with
-from .parts import CHOICE, SUB_LAYERS, hidden_states_of, part_errors, self_attention_inputs
+from .parts import CHOICE, SUB_LAYERS, hidden_states_of, kept_share, part_errors, self_attention_inputs
 from .sparse import best_choice, sparse_self_attention
 
 CODING = ("encode", "decode")  # the VAE's methods, each checked like a block, but once
@@ -75,6 +75,14 @@ class PartCheck:
     @property
     def ok(self) -> bool:
         return self.allowed is None or self.error <= self.allowed
+
+
+class KeptShare(NamedTuple):
+    """The share of key blocks that a block's block-sparse attention keeps at one step."""
+
+    block: str
+    step: int
+    share: float
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,7 @@ def verify(
         trace, dtype = trace_in_fp32(block, args, kwargs), hidden_states_of(args, kwargs).dtype
         for part, error in part_errors(block, trace, args, kwargs).items():
             parts.append(PartCheck(name, steps.now, part, error, _allowed(part, dtype, limits)))
-        if (share := kept_share_of(block, trace)) is not None:
+        if (share := kept_share(block, trace)) is not None:
             kept.append(KeptShare(name, steps.now, share))
 
     def check_block(name: str) -> Callable:

@@ -15,7 +15,7 @@ The others import them:
     pipelines.py       loads the model; transformers.py has --transformer
     model_memory.py    the GPU memory that `info` shows
     sampling.py        the sampler and the guidance; notes.py has warnings
-    video_writer.py    mp4 files; side_by_side.py has those of `compare`
+    side_by_side.py    the videos of `compare`
     gpus.py            a process for each GPU
     demo_page.py       the page of `demo`; demo_videos.py makes its videos, demo_answer.py shows what they took
 """

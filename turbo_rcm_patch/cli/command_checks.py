@@ -8,13 +8,11 @@ import socket
 
 from ..amounts import parse_amount
 from ..config import Exact, Quantized
-from ..wording import counted
 from .arguments import config_options, spelled
 from .errors import CommandError
 from .files import check_ffmpeg, check_output
 from .generation_checks import check_at_least_one, check_config_options, check_device, check_generation, check_preset
-from .model_checks import check_heads, check_lora, check_model, check_weights, heads_of
-from .quiet_imports import quiet_imports
+from .model_checks import check_lora, check_model, check_weights
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -71,7 +69,6 @@ def _check_gpus(arguments: argparse.Namespace) -> None:
     for option in ("vram", "offload"):
         if getattr(arguments, option):
             raise CommandError(f"--gpus keeps the whole model on every GPU; leave --{option} out.")
-    check_heads(arguments.gpus, heads_of(arguments.model))
 
 
 def _check_compare(arguments: argparse.Namespace) -> None:
@@ -113,16 +110,7 @@ def _check_case(arguments: argparse.Namespace) -> None:
     for name, value in {**given, "--offload": arguments.offload or None, "--vram": arguments.vram}.items():
         if value is not None:
             raise CommandError(f"--config builds a model and its inputs; leave {name} out.")
-    if arguments.layers is None:
-        return
     check_at_least_one("--layers", arguments.layers)
-    with quiet_imports(arguments.verbose):
-        from ..patching.families import CASES  # imports torch, which no help text needs
-    case = CASES.get(arguments.config)  # None: pipelines.py says which names are accepted
-    if case is not None and arguments.layers > (most := case.transformer["num_layers"]):
-        raise CommandError(
-            f"--layers {arguments.layers}: {arguments.config} has {counted(most, 'block')}; give at most {most}."
-        )
 
 
 def _check_evaluate(arguments: argparse.Namespace) -> None:

@@ -38,7 +38,6 @@ from ..memory import DoesNotFit, MemoryPlan, fit_with
 from ..memory.components import blocks_of
 from ..memory.stages import Video, unpatched_stages
 from ..patching import Patch, patch
-from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 from ..patching.summary import in_one_line
 from ..patching.weights.load import component_folders, empty_model, read_config
@@ -65,7 +64,6 @@ from .pipelines import (
 from .side_by_side import write_side_by_side
 from .transformers import has_projections, makes_sound
 from .tuning import tune
-from .video_writer import VideoWriter
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,19 +91,14 @@ def generate(arguments: argparse.Namespace) -> int:
     if arguments.vram is not None:
         print(_fitted(arguments, pipe, call), end="\n\n")
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
+    generation = timed_generation(pipe, **call, output_type="pt", generator=generator)
     if not arguments.is_first:
-        timed_generation(pipe, **call, output_type="pt", generator=generator)
         return 0
-    in_pixels = pipe.video_processor.postprocess_video
-    with VideoWriter(arguments.output, arguments.fps) as writer:
-        with frames_sent_to(lambda sample: writer.send(in_pixels(sample, output_type="pt")[0]), pipe.vae):
-            generation = timed_generation(pipe, **call, output_type="pt", generator=generator)
-        video = generation.frames[0]  # still on the GPU; ffmpeg gets it piece by piece
-        begin = time.perf_counter()
-        if not writer.finish(len(video)):
-            pieces = (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits))
-            write_video(arguments.output, pieces, arguments.fps, sound_of(pipe, generation.sound))
-        writing = time.perf_counter() - begin
+    video = generation.frames[0]  # still on the GPU; ffmpeg gets it piece by piece
+    begin = time.perf_counter()
+    pieces = (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits))
+    write_video(arguments.output, pieces, arguments.fps, sound_of(pipe, generation.sound))
+    writing = time.perf_counter() - begin
     frames, _, height, width = video.shape
     if patched is not None:
         print(patched.summary() if arguments.verbose else _patched_line(arguments, patched), end="\n\n")

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from ..bench.compare import Comparison
-from ..bench.report import format_seconds, short_stages
+from ..bench.report import format_seconds, stages
 from ..bench.variants import PATCHED, UNPATCHED
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")  # of the stages
@@ -27,7 +27,7 @@ def headline_of(comparison: Comparison) -> str:
 
 def stages_of(comparison: Comparison) -> dict[str, Stages]:
     """Return the stages of both videos."""
-    return {v.name: short_stages(v.timings) for v in comparison.variants if v.name in (UNPATCHED, PATCHED)}
+    return {v.name: stages(v.timings) for v in comparison.variants if v.name in (UNPATCHED, PATCHED)}
 
 
 def as_headline(text: str, notes: Sequence[str]) -> str:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
-from ..recipes import RCM_STEPS, RECIPES, recipes_for
+from ..recipes import recipes_for
 from ..shapes.grammar import EXAMPLES
 from .arguments import OWN_SAMPLER
 from .demo_answer import as_bars, as_error, as_headline, folded
-from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request, Tell
+from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request
 from .errors import CommandError
 
 if TYPE_CHECKING:
@@ -118,13 +118,14 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
             preset = gr.Dropdown(list(PRESETS), value="exact", label="Tier", info=TIER)
         examples = gr.Dataset(components=[prompt], samples=[[text] for text in EXAMPLES], label="Examples")
         with gr.Row():
-            steps = gr.Number(RCM_STEPS, label="Steps", precision=0, placeholder=OWN, min_width=FITS_OWN)
+            steps = gr.Number(None, label="Steps", precision=0, placeholder=OWN, min_width=FITS_OWN)
             seed = gr.Number(0, label="Seed", precision=0)
             sizes = [gr.Number(size, label=label, precision=0) for label, size in _sizes(maker).items()]
         with gr.Row():
             guidance = gr.Number(None, label="Guidance", placeholder=OWN, min_width=FITS_OWN)
             negative = gr.Textbox("", label="Negative prompt", max_length=LONGEST_PROMPT)
-            recipe = gr.Dropdown([AUTOMATIC, OWN_SAMPLER, *_recipes()], value=AUTOMATIC, label="Recipe", info=RECIPE)
+            recipes = [AUTOMATIC, OWN_SAMPLER, *recipes_for(sound=False, image=False)]
+            recipe = gr.Dropdown(recipes, value=AUTOMATIC, label="Recipe", info=RECIPE)
             lora = gr.Dropdown([NONE, *maker.loras], value=NONE, label="LoRA", info=LORA)
         button = gr.Button("Generate", variant="primary", **waits)
         headline = gr.HTML()
@@ -135,7 +136,7 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
         form = [prompt, model, preset, steps, seed, *sizes, recipe, lora, guidance, negative]
 
         def generate(progress=gr.Progress(track_tqdm=True), *values):  # noqa: B008 (Gradio looks for it there)
-            return _answer(maker, values, progress)
+            return _answer(maker, values)
 
         outputs = [headline, *videos, details]
         asked = [button.click, prompt.submit]
@@ -143,7 +144,6 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
         answered.success(js=PLAY_TOGETHER)
         quietly = {"api_visibility": "private", "queue": False, "show_progress": "hidden"}
         filled_in = [prompt, button, steps, guidance, negative, recipe, lora]
-        recipe.input(_steps_of, [model, recipe], steps, **quietly)
         examples.click(lambda sample: sample[0], examples, prompt, **quietly)
         gr.on([model.input, page.load], _of_model, model, filled_in, **quietly)
     return page
@@ -165,18 +165,6 @@ def _sizes(maker: DemoVideos) -> dict[str, int]:
     return dict(zip(("Height", "Width", "Frames"), (HEIGHT, WIDTH, FRAMES) if first else (480, 832, 81), strict=True))
 
 
-def _recipes() -> list[str]:
-    """Return the recipes for models that make videos from text, without sound."""
-    return recipes_for(sound=False, image=False)
-
-
-def _steps_of(model: str, recipe: str) -> int | None:
-    """Return the number of steps that a recipe was distilled to, or None for the model's own."""
-    if recipe in RECIPES:
-        return RECIPES[recipe].steps
-    return RCM_STEPS if model == EMBEDDED_MODEL else None
-
-
 def _of_model(model: str) -> list[dict]:
     """Return the fields' values when a model is chosen, after which videos can be asked for.
 
@@ -189,12 +177,12 @@ def _of_model(model: str) -> list[dict]:
     return [
         ready,
         ready,
-        gr.update(value=_steps_of(model, AUTOMATIC)),
+        gr.update(value=None),  # steps
         *(gr.update(value=value, **fields) for value in values.values()),
     ]
 
 
-def _answer(maker: DemoVideos, values: tuple, tell: Tell | None = None) -> tuple[str, str | None, str | None, str]:
+def _answer(maker: DemoVideos, values: tuple) -> tuple[str, str | None, str | None, str]:
     """Return the headline, the two videos and the details as Gradio shows them.
 
     A refusal takes the headline's place, and there are no videos.
@@ -206,7 +194,7 @@ def _answer(maker: DemoVideos, values: tuple, tell: Tell | None = None) -> tuple
     chosen = (None if recipe == AUTOMATIC else recipe), (None if lora == NONE else lora)
     request = Request(*most, *chosen, guidance, negative)
     try:
-        answer = maker.answer(request, tell)
+        answer = maker.answer(request)
     except CommandError as error:
         return as_error(str(error)), None, None, ""
     except Exception as error:

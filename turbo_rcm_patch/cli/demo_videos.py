@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from diffusers import DiffusionPipeline
 
 from ..bench.compare import Comparison, compare
-from ..bench.replaced import replaced
 from ..bench.report import comparison_table
 from ..bench.variants import PATCHED, UNPATCHED
 from ..wording import counted
@@ -41,8 +38,6 @@ KEPT = 3600  # seconds that a video is kept
 OUT_OF_MEMORY = "out of memory; ask for fewer or smaller frames, or start the page with --offload on a GPU."
 FIELDS = "model|preset|steps|seed|height|width|frames|recipe|lora|guidance|negative-prompt"  # fields of the page
 MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # in all frames of a video, unless --max-pixels is given
-
-Tell = Callable[[float, str], object]  # takes the share of the steps that is done, and a line for the user
 
 
 @dataclass(frozen=True)
@@ -100,25 +95,21 @@ class DemoVideos:
         self.has_gpu = device.type == "cuda"
         self.max_pixels = started.max_pixels or MAX_PIXELS[device.type]
 
-    def answer(self, request: Request, tell: Tell | None = None) -> Answer:
-        """Make the video unpatched and patched. Raises CommandError, with a sentence for the user, if this fails.
-
-        tell: called at each denoising step, for example with 0.25 and "patched, step 2 of 4".
-        """
+    def answer(self, request: Request) -> Answer:
+        """Make the video unpatched and patched. Raises CommandError, with a sentence for the user, if this fails."""
         try:
-            return self._answer(request, tell)
+            return self._answer(request)
         except CommandError as error:
             raise CommandError(_of_the_page(str(error))) from error
 
-    def _answer(self, request: Request, tell: Tell | None) -> Answer:
+    def _answer(self, request: Request) -> Answer:
         arguments = self._checked(request)
         with self._lock, user_errors(OUT_OF_MEMORY):
             try:
                 pipe, call = self._load(arguments)
                 call = {**call, "prompt": arguments.prompt, "output_type": "np"}
                 options = {"with_compile": False, **self._runs}
-                with _steps_told(pipe, tell):
-                    comparison = compare(pipe, call, seed=arguments.seed, config=choose_config(arguments), **options)
+                comparison = compare(pipe, call, seed=arguments.seed, config=choose_config(arguments), **options)
             except ValueError as error:
                 raise CommandError(str(error)) from error
             return self._written(comparison, frames_per_second(pipe), tuple(map(_of_the_page, arguments.notes)))
@@ -189,37 +180,6 @@ class DemoVideos:
             headline_of(comparison),
             stages_of(comparison),
         )
-
-
-def _steps_told(pipe: DiffusionPipeline, tell: Tell | None) -> contextlib.AbstractContextManager[None]:
-    """A context in which tell, if there is one, is called in place of the pipeline's progress bar."""
-    if tell is None:
-        return contextlib.nullcontext()
-
-    def progress_bar(total: int) -> _Steps:
-        name, run = pipe._progress_bar_config["desc"].split()  # `compare` writes "patched 2/3"
-        return _Steps(tell, name if run == "1/1" else f"{name}, run {run.replace('/', ' of ')}", total)
-
-    return replaced(pipe, "progress_bar", progress_bar)
-
-
-class _Steps:
-    """Tells the step that is being made. It has what pipelines use of a progress bar."""
-
-    def __init__(self, tell: Tell, whose: str, total: int):
-        self._tell, self._whose, self._total, self._done = tell, whose, total, 0
-
-    def __enter__(self) -> _Steps:
-        self.update(0)
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
-
-    def update(self, steps: int = 1) -> None:
-        self._done += steps
-        now = f"step {self._done + 1} of {self._total}" if self._done < self._total else "decoding"
-        self._tell(self._done / self._total, f"{self._whose}, {now}")
 
 
 def _of_the_page(message: str) -> str:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 import wave
@@ -57,7 +56,7 @@ def check_ffmpeg() -> None:
         executable = imageio_ffmpeg.get_ffmpeg_exe()
     except (ImportError, RuntimeError):
         executable = None
-    if executable is None or shutil.which(executable) is None or not _runs(executable):
+    if executable is None or not _runs(executable):
         raise CommandError(
             "no ffmpeg found to write the mp4 with; install one with: pip install imageio-ffmpeg"
             " (or set IMAGEIO_FFMPEG_EXE to yours)."
@@ -109,7 +108,8 @@ def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int, sound: Sound
     frames = 0
     quality = 5  # as diffusers' export_to_video has it
     with replacing(path) as temporary, _wav_of(sound) as audio:
-        with imageio.get_writer(temporary, fps=fps, quality=quality, **audio) as writer:
+        # imageio's own context leaves ffmpeg running after an error, and ffmpeg then writes the file that was removed.
+        with contextlib.closing(imageio.get_writer(temporary, fps=fps, quality=quality, **audio)) as writer:
             for piece in pieces:
                 for frame in piece:
                     writer.append_data(frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +35,14 @@ from ..wording import counted
 from .arguments import config_options
 from .errors import CommandError, why_not_loaded
 from .files import Sound
-from .model_checks import check_heads, check_pipeline_class, check_second_transformer
+from .model_checks import check_pipeline_class, check_second_transformer
 from .notes import warn
 from .sampling import default_of, default_steps, guidance, install_sampler
 from .sizes import size_rules
 from .transformers import check_own_transformers, converted_folder, files_of_ours, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
-NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
+LONGEST_NAMED = 100  # characters of a prompt in a warning
 
 
 def choose_device(arguments: argparse.Namespace) -> torch.device:
@@ -89,7 +90,7 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
     warn_of_prompts(arguments, [prompt])
     call = {"prompt": prompt, **call, "num_inference_steps": arguments.steps}
     if arguments.image is not None:
-        call["image"] = _load_image(arguments.image)
+        call["image"] = load_image(str(arguments.image))
     if arguments.command == "generate":
         call |= _frame_rate(pipe, arguments)
     return pipe, call
@@ -163,7 +164,9 @@ def split_among(pipe: DiffusionPipeline, call: dict[str, object], gpus: int) -> 
     """
     latent = latent_size(pipe.vae.config, call["height"], call["width"], call["num_frames"])
     for model in transformers_of(pipe).values():
-        check_heads(gpus, model.config.num_attention_heads)
+        if (heads := model.config.num_attention_heads) % gpus:
+            fitting = ", ".join(str(count) for count in range(2, min(heads, 16) + 1) if heads % count == 0)
+            raise CommandError(f"--gpus {gpus}: the model has {heads} attention heads; give one of {fitting}.")
         if (tokens := family_of(model).blocks[0].sizes.tokens(model.config, latent)) % gpus:
             raise CommandError(
                 f"--gpus {gpus}: a video of this size has {tokens} tokens, which do not divide by {gpus}; give another "
@@ -177,6 +180,10 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     case = CASES.get(arguments.config)
     if case is None:
         raise CommandError(f"--config {arguments.config} is unknown; accepted are {SIZES}.")
+    if arguments.layers is not None and arguments.layers > (most := case.transformer["num_layers"]):
+        raise CommandError(
+            f"--layers {arguments.layers}: {arguments.config} has {counted(most, 'block')}; give at most {most}."
+        )
     size_rules(case.vae, case.transformer).check(arguments.height, arguments.width, arguments.frames)
     device = choose_device(arguments)
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
@@ -230,8 +237,8 @@ def warn_of_size(arguments: argparse.Namespace, height: int, width: int, frames:
 
 
 def _outside_grammar(prompts: Sequence[str]) -> str:
-    more = f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else ""
-    named = ", ".join(repr(_shortened(prompt)) for prompt in prompts[:NAMED])
+    more = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
+    named = textwrap.shorten(prompts[0], LONGEST_NAMED, placeholder="…")
     examples = "".join(f"\n  {example}" for example in grammar.EXAMPLES)
     size, colour, shape, direction, speed, background = map(
         "|".join,
@@ -239,14 +246,10 @@ def _outside_grammar(prompts: Sequence[str]) -> str:
     )
     return (
         "the embedded model has learned captions of moving shapes only, unlike "
-        f"{named}{more}; such a video may show anything. Try:{examples}\nAn object is: "
+        f"{named!r}{more}; such a video may show anything. Try:{examples}\nAn object is: "
         f"a [{size}] {colour} {shape} moves {direction} [{speed}]. Two of different colours are joined by 'while'; "
         f"', on {background}' may end the caption."
     )
-
-
-def _shortened(prompt: str) -> str:
-    return prompt if len(prompt) <= NAMED_CHARACTERS else f"{prompt[:NAMED_CHARACTERS]}…"
 
 
 def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionPipeline:
@@ -278,10 +281,3 @@ def _default_size(pipe: DiffusionPipeline) -> tuple[int, int, int]:
     """Return the height, width and frames that a call of the pipeline has by default."""
     height, width, frames = (default_of(pipe, name) for name in ("height", "width", "num_frames"))
     return height, width, frames or pipeline_of(pipe).frames
-
-
-def _load_image(path: Path):
-    try:
-        return load_image(str(path))
-    except OSError as error:
-        raise CommandError(f"--image {path}: {error}; give a PNG or JPEG file.") from error

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from diffusers import DiffusionPipeline
 
 from ..patching import use_distilled, use_rcm
-from ..patching.apply import transformers_of
 from ..patching.families import pipeline_of
 from ..patching.sampling import distilled_handle
 from ..patching.sampling.use_distilled import NotRecognised
@@ -56,8 +55,6 @@ def guidance(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str
     scale = arguments.guidance
     if scale is None:
         scale = 1.0 if isinstance(pipe.scheduler, FewStepScheduler) else default_of(pipe, "guidance_scale")
-    if arguments.guidance_2 is not None and pipe.config.get("boundary_ratio") is None:
-        raise CommandError(f"--model {arguments.model} has no second transformer; leave --guidance-2 out.")
     check_has_effect(arguments, scale)
     call = {"guidance_scale_2": arguments.guidance_2, "negative_prompt": arguments.negative_prompt}
     return {"guidance_scale": scale, **{name: value for name, value in call.items() if value is not None}}
@@ -76,11 +73,8 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
             return
         recipe = None  # a saved few-step sampler is the pipeline's own
     loras = [getattr(arguments, name, None) or (None, 1.0) for name in LORAS]
-    if loras[1][0] is None:
-        source, scale = loras[0]  # perhaps a folder with a file for each expert
-    elif len(transformers_of(pipe)) == 1:
-        raise CommandError(f"--model {arguments.model} has no second transformer; leave --lora-2 out.")
-    else:
+    source, scale = loras[0]  # perhaps a folder with a file for each expert
+    if loras[1][0] is not None:
         source, scale = zip(*loras, strict=True)
     longest = max((steps for steps in step_counts(arguments) if steps is not None), default=None)
     try:

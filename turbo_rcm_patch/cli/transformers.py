@@ -79,8 +79,7 @@ def converted_folder(arguments: argparse.Namespace) -> Path | None:
             f"{holds}; give the folder that holds both, as transformer and transformer_2: --transformer {folder}, "
             "without --transformer-2."
         )
-    if arguments.command != "generate" or arguments.no_patch:
-        raise CommandError(f"{holds}, which run patched alone; it goes with generate, without --no-patch.")
+    _check_runs_patched(arguments, holds)
     if arguments.preset == "exact":
         raise CommandError(f"{holds}; give --preset quantized, or the one of convert.")
     return given[found]
@@ -102,25 +101,24 @@ def files_of_ours(arguments: argparse.Namespace, components: Mapping[str, object
     given = {option: path for option, path in paths.items() if path is not None and path.is_file()}
     pickled = [path for path in given.values() if path.suffix in PICKLED]
     if pickled and makes_sound(_class_in(components, COMPONENTS[0])):
-        if arguments.command != "generate" or arguments.no_patch:
-            raise CommandError(
-                f"--transformer {pickled[0]} is pickled, and such files of LTX-2 run patched alone; it goes with "
-                "generate, without --no-patch."
-            )
+        _check_runs_patched(arguments, f"--transformer {pickled[0]} holds pickled weights of LTX-2")
         return pickled
     found = {option: path for option, path in given.items() if _has_scales(option, path)}
     if not found:
         return []
     first = next(iter(found))
     holds = f"{first} {found[first]} holds 8-bit weights"
-    if arguments.command != "generate" or arguments.no_patch:
-        raise CommandError(
-            f"{holds}, which run patched alone; it goes with generate, without --no-patch. For other commands store it "
-            "in 16 bits: turbo-rcm convert FILE FOLDER --preset exact."
-        )
+    in_16_bits = " For other commands store it in 16 bits: turbo-rcm convert FILE FOLDER --preset exact."
+    _check_runs_patched(arguments, holds, in_16_bits)
     if len(found) < sum(_class_in(components, name) is not None for name in COMPONENTS):
         raise CommandError(f"{holds}, but the pipeline has two transformers; give such a file for the other one too.")
     return list(found.values())
+
+
+def _check_runs_patched(arguments: argparse.Namespace, holds: str, advice: str = "") -> None:
+    """Raise CommandError unless the command runs patched weights. holds: the weights, in the error."""
+    if arguments.command != "generate" or arguments.no_patch:
+        raise CommandError(f"{holds}, which run patched alone; it goes with generate, without --no-patch.{advice}")
 
 
 def makes_sound(class_name: object) -> bool:

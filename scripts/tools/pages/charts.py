@@ -11,9 +11,10 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.benchmarks.comparison import COMPILED_AFTER_A_CHANGE
 from scripts.benchmarks.end_to_end import IN_8_BITS, TINY_VAE, WITHOUT_GRAPHS
 from scripts.benchmarks.lora import BESIDE_A_LORA
-from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, EXACT_PATCH, PATCHED, UNPATCHED
+from turbo_rcm_patch.bench.variants import COMPILED, EXACT_PATCH, PATCHED, UNPATCHED
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.tiers import EXACT, TIERS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from scripts.benchmarks.comparison import COMPILED_AFTER_A_CHANGE
 from scripts.benchmarks.end_to_end import IN_8_BITS, TINY_VAE
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
 from scripts.tools.pages.charts import (
@@ -16,7 +17,7 @@ from scripts.tools.pages.charts import (
     start_of,
     tier_of_run,
 )
-from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH, PATCHED
+from turbo_rcm_patch.bench.variants import COMPILED, DENSE_PATCH, EXACT_PATCH, PATCHED
 from turbo_rcm_patch.tiers import EXACT, TIERS
 
 from .cells import marked, speedup, table_of

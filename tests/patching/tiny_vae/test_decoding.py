@@ -10,10 +10,10 @@ import torch
 from diffusers.video_processor import VideoProcessor
 
 import turbo_rcm_patch as trp
+from scripts.benchmarks.comparison import compare_checked
 from tests.patching.tiny_vae.published import KINDS, WIDTHS, latents, published_sample, tiny_file, vae_for
 from tests.tiny_vae import tiny_vae
 from tests.tiny_wan import frames_of, tiny_call, tiny_wan_pipeline
-from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.patching.families.vae.finished import marks_of
@@ -126,7 +126,7 @@ def test_a_copy_decodes_with_its_own_network_and_the_original_encodes(tmp_path, 
     assert str(handle) == "tiny VAE: restored"
 
 
-@pytest.mark.parametrize("judge", [verify, partial(compare, with_oracle=True)])
+@pytest.mark.parametrize("judge", [verify, compare_checked])
 def test_its_frames_are_not_judged_by_the_pipelines_own_vae(tmp_path, judge):
     pipe = tiny_wan_pipeline()
     with trp.use_tiny_vae(pipe, tiny_file(tmp_path)), pytest.raises(ValueError, match="a tiny VAE decodes in this"):

@@ -131,7 +131,7 @@ def test_from_a_prompt_with_three_vaes(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("preset", "others"), [("exact", []), ("sparse", [end_to_end.IN_8_BITS, end_to_end.TINY_VAE])])
 def test_the_exact_tier_decodes_with_its_own_vae_alone(monkeypatch, preset, others):
     given = {}
-    monkeypatch.setattr(end_to_end, "compare", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(end_to_end, "compare_checked", lambda *_, **options: given.update(options))
     monkeypatch.setattr(end_to_end, "without_frames", lambda *_: None)
     options = ["--config", "tiny", "--layers", "1", "--decode", "--other-vaes", "--preset", "exact", "sparse"]
     end_to_end.measure(end_to_end.parse_options(options), preset, torch.device("cpu"))

@@ -7,12 +7,12 @@ import torch
 from triton import knobs
 
 from scripts.benchmarks import end_to_end
+from scripts.benchmarks.comparison import COMPILED_AFTER_A_CHANGE, compare_checked
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT, add_random_lora, lora_variants, rescaled_once
 from tests.oracle import relative_error
 from turbo_rcm_patch.bench.cases import build_pipeline, random_inputs
-from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.compilations import compilations
-from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE
+from turbo_rcm_patch.bench.variants import COMPILED
 from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.patching import patch, use_rcm
 from turbo_rcm_patch.patching.families import CASES
@@ -54,7 +54,8 @@ def test_the_compiled_rival_compiles_anew_after_a_change(monkeypatch):
     call = {**CALL, **random_inputs(pipe), "output_type": "latent"}
     beside = {RESCALED: lora_variants(pipe, Exact())[RESCALED]}
     changed = lambda: rescaled_once(pipe)  # noqa: E731
-    comparison = compare(pipe, call, with_compile=True, warmups=1, repeats=1, beside=beside, changed=changed)
+    options = {"with_oracle": False, "repeats": 1, "changed": changed}
+    comparison = compare_checked(pipe, call, with_compile=True, beside=beside, **options)
     compiled = {variant.name: variant.compiled for variant in comparison.variants}
     assert compiled.pop(COMPILED_AFTER_A_CHANGE) >= 1
     assert compiled == {"unpatched": 0, COMPILED: 0, "patched": 0, RESCALED: 0}
@@ -62,9 +63,8 @@ def test_the_compiled_rival_compiles_anew_after_a_change(monkeypatch):
     assert last.name == COMPILED_AFTER_A_CHANGE
     assert last.latents.relative_l2 > 1e-3
     assert torch.equal(latents_of(pipe), before)
-    without = compare(
-        pipe, call | {"num_inference_steps": 1}, with_compile=False, warmups=0, repeats=1, changed=changed
-    )
+    once = call | {"num_inference_steps": 1}
+    without = compare_checked(pipe, once, with_compile=False, warmups=0, **options)
     assert [variant.name for variant in without.variants] == ["unpatched", "patched"]
 
 

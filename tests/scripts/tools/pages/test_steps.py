@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts.benchmarks.comparison import COMPILED_AFTER_A_CHANGE
 from scripts.benchmarks.end_to_end import IN_8_BITS, TINY_VAE
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
 from scripts.tools import write_pages
 from scripts.tools.pages import charts, readme, steps
 from tests.scripts.tools.pages.results import step_run
-from turbo_rcm_patch.bench.variants import COMPILED_AFTER_A_CHANGE
 
 
 def _line(cells):

@@ -17,14 +17,13 @@ from ...steps.plan import STATE
 from ..family import Binding, class_path
 from .classes import VAE
 from .encode import encode, tiled_encode
-from .forward import VaeState, decode, frames_sent_to, tiled_decode, vae_state
+from .forward import VaeState, decode, tiled_decode, vae_state
 from .plain import why_replaced
 from .shown import NETWORKS, network_steps, vae_notes
 
 __all__ = [
     "NETWORKS",
     "bindings",
-    "frames_sent_to",
     "is_vae",
     "network_steps",
     "vae_notes",

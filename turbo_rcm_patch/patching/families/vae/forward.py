@@ -6,7 +6,6 @@ same for the encoder.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +46,6 @@ class VaeState:
 
     users: the models that it was patched with. eager, eager_encodes: the count of decodes and encodes that diffusers'
     code ran, by reason. whole: the count of decodes that every process of a parallel transformer did whole, by reason.
-    receive: gets frames as they are made (`frames_sent_to`).
     """
 
     config: PatchConfig
@@ -55,7 +53,6 @@ class VaeState:
     eager: Counter[str] = field(default_factory=Counter)
     eager_encodes: Counter[str] = field(default_factory=Counter)
     whole: Counter[str] = field(default_factory=Counter)
-    receive: Callable[[torch.Tensor], None] | None = None
 
     def __reduce__(self) -> tuple:
         """Copy or pickle only the config: the rest belongs to the original models."""
@@ -65,22 +62,6 @@ class VaeState:
 def vae_state(vae: nn.Module) -> VaeState | None:
     """Return the patch's state on a VAE, or None if it is not patched."""
     return vars(vae).get(STATE)
-
-
-@contextlib.contextmanager
-def frames_sent_to(receive: Callable[[torch.Tensor], None], vae: nn.Module) -> Iterator[None]:
-    """Give each part of a sample, [B, 3, n, H', W'] in [-1, 1], to a function before the next part is decoded.
-
-    Samples that are decoded in tiles or by diffusers' own code are not given, because they are finished all at once.
-    """
-    state = vae_state(vae)
-    if state is not None:
-        state.receive = receive
-    try:
-        yield
-    finally:
-        if state is not None:
-            state.receive = None
 
 
 def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
@@ -100,7 +81,7 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
         return self.tiled_decode(z, return_dict=return_dict)
     plan = plan_for(self, z)
     parts = _parts(self, z, _at_once(self, z), plan) if strips is None else _parts_of_all(self, z, strips, plan)
-    shown = _received(self, (_shown(self, frames) for frames in parts))
+    shown = (_shown(self, frames) for frames in parts)
     return _output(joined(shown, output_shape(self, z)[2], then=mark_finished), return_dict)
 
 
@@ -304,15 +285,6 @@ def joined(
         if then is not None:
             then(whole, done)
     return whole
-
-
-def _received(vae: nn.Module, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the parts, each after it was given to the function of `frames_sent_to`, if any."""
-    receive = vae_state(vae).receive
-    for part in parts:
-        if receive is not None:
-            receive(part)
-        yield part
 
 
 def _shown(vae: nn.Module, frames: torch.Tensor, *, clamp: bool = True) -> torch.Tensor:

@@ -151,18 +151,6 @@ def _finished(parts: Iterable[torch.Tensor], marks: Sequence[Mark]) -> Iterator[
         yield part
 
 
-def on_its_way_to_cpu(piece: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin a piece's copy to the CPU, and return a function that waits for the copy and returns it.
-
-    For a piece on the CPU the function returns the piece itself.
-    """
-    if not piece.is_cuda:
-        return lambda: piece
-    stage = _Stage(piece)
-    stage.fill(piece)
-    return stage.content
-
-
 def _through_pinned_memory(
     pieces: Iterator[torch.Tensor], stream: torch.cuda.Stream | None = None
 ) -> Iterator[torch.Tensor]:
