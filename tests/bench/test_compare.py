@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import weakref
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from tests.bench.damage import damage_block
+from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
 from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench import variants as variants_module
@@ -114,6 +116,15 @@ def test_both_experts_are_judged(monkeypatch, expert):
     damage_block(monkeypatch, variants_module, f"{name}.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
     with pytest.raises(RuntimeError, match=rf"^the patched {name} errs more"):
         compare(pipe, call, **options)
+
+
+def test_a_sound_that_is_nan_is_not_timed(monkeypatch):
+    """It is the second output."""
+    call = tiny_ltx2_call()
+    del call["generator"], call["return_dict"]
+    damage_block(monkeypatch, variants_module, "transformer.transformer_blocks.1", lambda y: (y[0], y[1] * math.nan))
+    with pytest.raises(RuntimeError, match=r"^the patched transformer errs more than it may: a relative L2 of nan"):
+        compare(tiny_ltx2_pipeline(), call, with_oracle=True)
 
 
 @pytest.mark.parametrize(("config", "what"), [("exact", "the patched"), ("quantized", "the exactly patched")])
@@ -227,6 +238,10 @@ def test_reports(pipe, tmp_path):
     equal = dataclasses.replace(comparison, variants=comparison.variants[:1] * 2)
     difference, gain = equal.difference()
     assert (difference.max(), gain) == (0, 1)
+    broken = dataclasses.replace(comparison.variants[1], video=np.where(first > 0.5, np.nan, first))
+    difference, gain = dataclasses.replace(comparison, variants=(comparison.variants[0], broken)).difference()
+    assert np.array_equal(difference, first > 0.5)
+    assert gain == 1
     plot(comparison, tmp_path / "stages.png")
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -88,8 +88,8 @@ class Comparison:
 
     def difference(self) -> tuple[np.ndarray, int]:
         """Return the patched video minus the first one, [F, H, W, 3], amplified, and the factor: the largest power of
-        two that keeps the difference in [0, 1]."""
-        difference = np.abs(self.variants[-1].video - self.variants[0].video)
+        two that keeps the difference in [0, 1]. Where a video is NaN, the difference is 1."""
+        difference = np.nan_to_num(np.abs(self.variants[-1].video - self.variants[0].video), nan=1.0)
         largest = float(difference.max())
         gain = 2 ** math.floor(-math.log2(largest)) if largest else 1
         return gain * difference, gain
@@ -242,6 +242,11 @@ def _with_memory(timings: StageTimings, more: int) -> StageTimings:
     return timings if timings.peak_memory is None else replace(timings, peak_memory=timings.peak_memory + more)
 
 
+def _largest(errors: Iterable[float]) -> float:
+    """Return the largest of some errors, and NaN if one of them is. Python's `max` would drop one that comes later."""
+    return float(np.max(list(errors)))
+
+
 class _Errors(NamedTuple):
     """A variant's errors: of a step with each transformer by its name, and `decode_error`."""
 
@@ -251,7 +256,7 @@ class _Errors(NamedTuple):
     @property
     def step(self) -> float | None:
         """The variant's `step_error`."""
-        return max(self.steps.values(), default=None)
+        return _largest(self.steps.values()) if self.steps else None
 
 
 class _Step(NamedTuple):
@@ -268,7 +273,7 @@ class _Step(NamedTuple):
 
     def error(self) -> float:
         """Return the relative L2 of the transformer's outputs as it is now, of several the largest."""
-        return max(map(relative_l2, tensors_of(self.transformer(*self.args, **self.kwargs)), self.oracle))
+        return _largest(map(relative_l2, tensors_of(self.transformer(*self.args, **self.kwargs)), self.oracle))
 
 
 class _Judge:
