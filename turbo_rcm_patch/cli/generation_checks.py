@@ -129,7 +129,7 @@ def _check_image(arguments: argparse.Namespace) -> None:
     from PIL import Image  # which no help text needs
 
     try:
-        with Image.open(arguments.image):
-            pass
+        with Image.open(arguments.image) as image:
+            image.load()  # opening reads the header alone
     except (OSError, Image.DecompressionBombError) as error:
         raise CommandError(f"--image {arguments.image}: {error}; give a PNG or JPEG file.") from error
