@@ -118,7 +118,7 @@ def _check_case(arguments: argparse.Namespace) -> None:
     check_at_least_one("--layers", arguments.layers)
     with quiet_imports(arguments.verbose):
         from ..patching.families import CASES  # imports torch, which no help text needs
-    case = CASES.get(arguments.config)  # None: pipelines.py says which names are accepted
+    case = CASES.get(arguments.config)  # None: check_model says which names are accepted
     if case is not None and arguments.layers > (most := case.transformer["num_layers"]):
         raise CommandError(
             f"--layers {arguments.layers}: {arguments.config} has {counted(most, 'block')}; give at most {most}."
