@@ -40,6 +40,15 @@ def test_what_pipelines_read(steps):
     assert scheduler.scale_model_input(x, scheduler.timesteps[0]) is x
 
 
+@pytest.mark.parametrize("recipe", ["rcm", "lightning"])
+def test_times_are_on_the_cpu_with_another_default_device(recipe):
+    expected = scheduler_of(RECIPES[recipe])
+    with torch.device("meta"):
+        scheduler = scheduler_of(RECIPES[recipe])
+    assert torch.equal(scheduler.sigmas, expected.sigmas)
+    assert torch.equal(scheduler.timesteps, expected.timesteps)
+
+
 def test_state_is_fp64_until_the_last_step_returns_the_first_samples_dtype():
     for dtype in (torch.float32, torch.bfloat16):
         scheduler = RCMScheduler(stochastic=False)

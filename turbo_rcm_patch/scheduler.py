@@ -143,7 +143,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
                 f"num_inference_steps={longest}, guidance_scale=1.0.{self._more_steps()}"
             )
         known = self.config.timesteps
-        known = None if known is None else torch.tensor(known[:steps], dtype=torch.float32)
+        known = None if known is None else torch.tensor(known[:steps], dtype=torch.float32, device="cpu")
         return _with_end(self.config.sigmas[:steps]), known
 
     def _more_steps(self) -> str:
@@ -382,8 +382,8 @@ def scheduler_of(
 
 
 def _with_end(times: Sequence[float]) -> torch.Tensor:
-    """Return times with the final 0, fp64 [N + 1]."""
-    return torch.tensor([*times, 0.0], dtype=torch.float64)
+    """Return times with the final 0, fp64 [N + 1] on the CPU, also if that is not PyTorch's default device."""
+    return torch.tensor([*times, 0.0], dtype=torch.float64, device="cpu")
 
 
 def _check_timesteps(num_train_timesteps: int, boundary_timestep: float | None) -> None:

@@ -31,7 +31,8 @@ def rcm_times(num_steps: int, sigma_max: float = 80.0) -> torch.Tensor:
             f"sigma_max={sigma_max!r}: with {num_steps} step{'s' * (num_steps > 1)} it must be a finite number above "
             f"{smallest:.4g}; 80 is usual for text to video, 200 for image to video."
         )
-    angles = torch.tensor([math.atan(sigma_max), *INTERMEDIATE_ANGLES[: num_steps - 1], 0.0], dtype=torch.float64)
+    angles = [math.atan(sigma_max), *INTERMEDIATE_ANGLES[: num_steps - 1], 0.0]
+    angles = torch.tensor(angles, dtype=torch.float64, device="cpu")
     return angles.sin() / (angles.cos() + angles.sin())
 
 

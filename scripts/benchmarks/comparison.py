@@ -6,12 +6,13 @@ They check all variants against fp32 before any is timed, run on several GPUs, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from diffusers import ContextParallelConfig, DiffusionPipeline
 from torch import nn
@@ -122,6 +123,11 @@ def context_parallel(
     return Variants(unpatched_variants(pipe, with_compile) | {PATCHED: lambda: patched(config)})
 
 
+def _largest(errors: Iterable[float]) -> float:
+    """Return the largest of some errors, and NaN if one of them is. Python's `max` would drop one that comes later."""
+    return float(np.max(list(errors)))
+
+
 class _Errors(NamedTuple):
     """A variant's errors: of a step with each transformer by its name, and `decode_error`."""
 
@@ -131,7 +137,7 @@ class _Errors(NamedTuple):
     @property
     def step(self) -> float | None:
         """The variant's `step_error`."""
-        return max(self.steps.values(), default=None)
+        return _largest(self.steps.values()) if self.steps else None
 
 
 class _Step(NamedTuple):
@@ -148,7 +154,7 @@ class _Step(NamedTuple):
 
     def error(self) -> float:
         """Return the relative L2 of the transformer's outputs as it is now, of several the largest."""
-        return max(map(relative_l2, tensors_of(self.transformer(*self.args, **self.kwargs)), self.oracle))
+        return _largest(map(relative_l2, tensors_of(self.transformer(*self.args, **self.kwargs)), self.oracle))
 
 
 class _Judge:

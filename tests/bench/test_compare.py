@@ -155,6 +155,10 @@ def test_reports(pipe, tmp_path):
     equal = dataclasses.replace(comparison, variants=comparison.variants[:1] * 2)
     difference, gain = equal.difference()
     assert (difference.max(), gain) == (0, 1)
+    broken = dataclasses.replace(comparison.variants[1], video=np.where(first > 0.5, np.nan, first))
+    difference, gain = dataclasses.replace(comparison, variants=(comparison.variants[0], broken)).difference()
+    assert np.array_equal(difference, first > 0.5)
+    assert gain == 1
     plot(comparison, tmp_path / "stages.png")
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
 

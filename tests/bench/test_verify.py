@@ -12,7 +12,7 @@ from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.cases import build_pipeline, structured_inputs
 from turbo_rcm_patch.bench.oracle import run_block_oracle, run_oracle
 from turbo_rcm_patch.bench.report import verification_table
-from turbo_rcm_patch.bench.verify import BlockCheck, Verification, check_outputs, named_blocks, verify
+from turbo_rcm_patch.bench.verify import BlockCheck, PartCheck, Verification, check_outputs, named_blocks, verify
 from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families import CASES
@@ -110,6 +110,13 @@ def test_the_table_says_which_error_is_limited():
     _, low, wide, *_ = verification_table(Verification(checks, (), "")).splitlines()
     assert low.endswith("9.00e-03  patched error up to 4.20e-03")
     assert wide.endswith("3.00e-07     difference up to 1.00e-05")
+
+
+def test_the_table_of_parts_shows_a_nan():
+    parts = tuple(PartCheck(f"block.{i}", 1, "feed_forward", error, 1e-2) for i, error in enumerate((1e-3, math.nan)))
+    table = verification_table(Verification((), (), "", parts))
+    (row,) = (line for line in table.splitlines() if line.startswith("feed_forward"))
+    assert row.split() == ["feed_forward", "nan", "block.1,", "step", "1", "nan", "1.00e-02", "WORSE"]
 
 
 def test_limits_by_dtype():

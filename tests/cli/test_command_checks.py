@@ -83,6 +83,9 @@ def test_wrong_options_of_evaluate(capsys, nothing_runs, options, message):
         (["--config", "wan2.1-1.3b", "--layers", "31"], "--layers 31: wan2.1-1.3b has 30 blocks; give at most 30."),
         (["--config", "wan3", "--layers", "31"], "--config wan3 is unknown"),
         (["--config", "wan2.2-5b", "--height", "720"], "--height 720 is not divisible by 32; try 704"),
+        (["--config", "ltx2-19b", "--frames", "6"], "--frames 6 is not 8k+1; try 9."),
+        (["--config", "ltx2-19b", "--vae", "8bit"], "is a LTX2Pipeline; --vae is for Wan models, leave it out."),
+        (["--config", "ltx2-19b-image", "--sigma-max", "80"], "Pipeline; --sigma-max is for Wan models, leave it out."),
         (["--layers", "2"], "--layers goes with --config"),
     ],
 )

@@ -102,6 +102,10 @@ def test_a_file_that_is_no_image(capsys, nothing_runs, saved_models, tmp_path, m
     line = error_of(capsys, "verify", "--model", saved_models / "i2v", "--image", __file__, *TINY)
     assert f"--image {__file__}: cannot identify image file" in line
     assert "give a PNG or JPEG file" in line
+    Image.effect_noise((64, 64), 50).save(half := tmp_path / "half.png")
+    half.write_bytes(half.read_bytes()[:1500])
+    line = error_of(capsys, "verify", "--model", saved_models / "i2v", "--image", half, *TINY)
+    assert f"--image {half}: image file is truncated" in line
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)  # more than twice as many are refused
     Image.new("RGB", (2, 2)).save(large := tmp_path / "large.png")
     assert "decompression bomb" in error_of(capsys, "verify", "--model", saved_models / "i2v", "--image", large, *TINY)

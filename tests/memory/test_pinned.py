@@ -39,6 +39,13 @@ def test_weights_of_a_real_size_waste_less_than_a_tenth(monkeypatch):
     assert taken <= 1.1 * sum(tensor.nbytes for tensor in tensors)
 
 
+def test_the_memory_is_the_hosts_with_another_default_device():
+    tensor = torch.arange(3.0)
+    with torch.device("meta"):
+        pin([tensor], pinned=False)
+    assert tensor.tolist() == [0, 1, 2]
+
+
 def test_others_stay_where_they_are():
     class Packed(nn.Parameter):
         pass

@@ -85,7 +85,7 @@ def _parts_table(parts: Sequence[PartCheck]) -> str:
     rows = [["part", "largest error", "in", "mean error", "allowed", ""]]
     for name in dict.fromkeys(part.part for part in parts):
         same = [part for part in parts if part.part == name]
-        worst = max(same, key=lambda part: part.error)
+        worst = max(same, key=lambda part: (not part.ok, part.error))
         mean = sum(part.error for part in same) / len(same)
         allowed = "" if worst.allowed is None else f"{worst.allowed:.2e}"
         where = f"{worst.block}, step {worst.step}"

@@ -53,7 +53,7 @@ def open_tensors(source: str | Path) -> Iterator[Tensors]:
 
     Raises ValueError for other sources, and for files that cannot be read.
     """
-    files = _files_of(Path(source).expanduser())
+    files = files_of(Path(source).expanduser())
     with ExitStack() as stack:
         tensors: dict[str, LazyTensor] = {}
         for file in files:
@@ -68,7 +68,8 @@ def open_tensors(source: str | Path) -> Iterator[Tensors]:
         yield tensors
 
 
-def _files_of(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """Return the files that `open_tensors` opens for a path. Raises ValueError if there are none, or none alone."""
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             raise ValueError(

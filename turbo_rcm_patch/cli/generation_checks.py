@@ -130,6 +130,6 @@ def _check_image(arguments: argparse.Namespace) -> None:
 
     try:
         with Image.open(arguments.image) as image:
-            image.load()
+            image.load()  # opening reads the header alone
     except (OSError, Image.DecompressionBombError) as error:
         raise CommandError(f"--image {arguments.image}: {error}; give a PNG or JPEG file.") from error

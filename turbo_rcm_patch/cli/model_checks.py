@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..recipes import RECIPES, recipe_names, recipes_for
-from ..wording import with_article
+from ..wording import counted, with_article
 from .arguments import spelled
 from .errors import CommandError
 from .quiet_imports import quiet_imports
@@ -32,7 +32,7 @@ def check_model(arguments: argparse.Namespace) -> SizeRules:
         if arguments.image is not None:
             raise CommandError("the embedded model makes videos from text; leave --image out, or give a --model.")
         if getattr(arguments, "config", None) is not None:
-            return SizeRules()  # pipelines.py checks what belongs to the config
+            return _check_case(arguments)
         return _size_rules_in(EMBEDDED)
     folder = Path(model).expanduser()
     if not folder.exists():
@@ -52,6 +52,22 @@ def check_model(arguments: argparse.Namespace) -> SizeRules:
     check_pipeline_class(index.get("_class_name"), arguments)
     check_second_transformer(index, arguments)
     return _size_rules_in(folder)
+
+
+def _check_case(arguments: argparse.Namespace) -> SizeRules:
+    """Check --config and the options that its model cannot take, and return its size rules."""
+    config = arguments.config
+    with quiet_imports(arguments.verbose):
+        from ..patching.families import CASES, PIPELINES, SIZES  # imports torch, which no help text needs
+
+    if config not in CASES:
+        raise CommandError(f"--config {config} is unknown; accepted are {SIZES}.")
+    case = CASES[config]
+    if arguments.layers is not None and arguments.layers > (most := case.transformer["num_layers"]):
+        raise CommandError(f"--layers {arguments.layers}: {config} has {counted(most, 'block')}; give at most {most}.")
+    if any(pipeline.has_sound for pipeline in PIPELINES if pipeline.pipeline_class is case.pipeline_class):
+        _check_runs_with_sound(f"--config {config} is {with_article(case.pipeline_class.__name__)}", arguments)
+    return size_rules(case.vae, case.transformer)
 
 
 def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..latents import latent_size
 from ..patching import PatchError, patch_text_encoder, use_tiny_vae
 from ..patching.apply import transformers_of
-from ..patching.families import CASES, SIZES, family_of, pipeline_of
+from ..patching.families import CASES, family_of, pipeline_of
 from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
 from ..recipes import RCM_STEPS
@@ -177,14 +177,7 @@ def split_among(pipe: DiffusionPipeline, call: dict[str, object], gpus: int) -> 
 
 def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
     """Return the pipeline of --config with random but structured weights, and its call with structured inputs."""
-    case = CASES.get(arguments.config)
-    if case is None:
-        raise CommandError(f"--config {arguments.config} is unknown; accepted are {SIZES}.")
-    if arguments.layers is not None and arguments.layers > (most := case.transformer["num_layers"]):
-        raise CommandError(
-            f"--layers {arguments.layers}: {arguments.config} has {counted(most, 'block')}; give at most {most}."
-        )
-    size_rules(case.vae, case.transformer).check(arguments.height, arguments.width, arguments.frames)
+    case = CASES[arguments.config]
     device = choose_device(arguments)
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
     add_structure(pipe)
@@ -205,8 +198,6 @@ def _install_on_case(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> 
     """Do the same as `_install` for the pipeline of --config, whose random weights need no guidance."""
     if isinstance(pipe.scheduler, FewStepScheduler):
         return _install(pipe, arguments)
-    if arguments.sigma_max is not None:
-        raise CommandError(f"--sigma-max: --config {arguments.config} runs without it; leave it out.")
     arguments.steps = arguments.steps or RCM_STEPS
     return {}
 

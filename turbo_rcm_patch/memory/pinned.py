@@ -29,7 +29,8 @@ def pin(tensors: Iterable[torch.Tensor], *, pinned: bool = True) -> None:
         room = _room(tensor)
         index = next((i for i, size in enumerate(free) if size >= room), len(slabs))
         if index == len(slabs):
-            slabs.append(torch.empty(max(room, min(SLAB, left)), dtype=torch.uint8, pin_memory=pinned))
+            size = max(room, min(SLAB, left))
+            slabs.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned))
             free.append(slabs[-1].numel())
         start = slabs[index].numel() - free[index]
         part = slabs[index][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

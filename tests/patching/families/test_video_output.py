@@ -309,6 +309,15 @@ def test_a_piece_waits_for_its_copy_and_is_good_until_the_next(count, monkeypatc
     assert SlowStage.made == min(count, 2)
 
 
+def test_pinned_memory_is_the_hosts_with_another_default_device(events, monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
+    piece = torch.arange(3.0)
+    with torch.device("meta"):
+        stage = video_output._Stage(piece)
+        assert stage._memory.device.type == "cpu"
+
+
 class Event:
     """An event that tells which one was waited for."""
 

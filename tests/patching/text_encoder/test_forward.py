@@ -11,7 +11,7 @@ import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_wan_pipeline
 from tests.umt5 import random_encoder
 from turbo_rcm_patch.patching.text_encoder import forward
-from turbo_rcm_patch.patching.text_encoder.forward import why_not_lean
+from turbo_rcm_patch.patching.text_encoder.forward import lengths_of, why_not_lean
 
 SHORT, LONG = "a fox", "a red fox runs through deep snow at dawn, seen from far away"
 
@@ -52,6 +52,12 @@ def test_the_pipeline_gets_the_same_embeddings(prompts, lean):
     assert lean
     assert all(tokens < 96 for tokens, _ in lean)
     assert any(masked for _, masked in lean) == isinstance(prompts[0], list)
+
+
+def test_lengths_are_found_with_another_default_device():
+    ids, mask = torch.zeros(2, 3), torch.tensor([[1, 0, 0], [1, 1, 0]])
+    with torch.device("meta"):
+        assert lengths_of(ids, mask) == [1, 2]
 
 
 @pytest.mark.parametrize("variant", ["i2v", "v2v", "wan22", "ti2v"])

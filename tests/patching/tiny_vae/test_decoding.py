@@ -185,6 +185,17 @@ def test_a_file_that_does_not_fit_is_refused_by_what_it_has(tmp_path, file, erro
     assert vars(vae) == before
 
 
+def test_the_folder_of_a_file_may_have_any_name(tmp_path):
+    """TAEHV's repository has the name of a file for other latents."""
+    vae, taehv, models = vae_for("taew2_1"), tmp_path / "taehv", tmp_path / "models"
+    for folder, name in ((taehv, "taew2_1.safetensors"), (models, "taehv1_5.safetensors")):
+        folder.mkdir()
+        tiny_file(folder, name=name)
+    trp.use_tiny_vae(vae, taehv).restore()
+    with pytest.raises(ValueError, match=r"^taehv1_5\.safetensors is for other latents than Wan's"):
+        trp.use_tiny_vae(vae, models)
+
+
 def test_a_vae_of_images_with_transparency_is_refused(tmp_path):
     """Qwen-Image-Layered's: it would lose the transparency of its layers."""
     vae = tiny_vae("qwen image", input_channels=4)

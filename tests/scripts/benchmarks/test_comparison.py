@@ -1,11 +1,14 @@
 """The comparisons of benchmarks: what errs more than its tier may is not timed."""
 
+import math
+
 import pytest
 import torch
 
 from scripts.benchmarks import comparison as module
 from scripts.benchmarks.comparison import compare_checked
 from tests.bench.damage import damage_block
+from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
 from tests.tiny_wan import rcm_pipeline, tiny_call
 from turbo_rcm_patch.bench import compare
 from turbo_rcm_patch.bench import variants as variants_module
@@ -70,6 +73,15 @@ def test_both_experts_are_judged(monkeypatch, expert):
     damage_block(monkeypatch, variants_module, f"{name}.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
     with pytest.raises(RuntimeError, match=rf"^the patched {name} errs more"):
         compare_checked(pipe, call, **options)
+
+
+def test_a_sound_that_is_nan_is_not_timed(monkeypatch):
+    """It is the second output."""
+    call = tiny_ltx2_call()
+    del call["generator"], call["return_dict"]
+    damage_block(monkeypatch, variants_module, "transformer.transformer_blocks.1", lambda y: (y[0], y[1] * math.nan))
+    with pytest.raises(RuntimeError, match=r"^the patched transformer errs more than it may: a relative L2 of nan"):
+        compare_checked(tiny_ltx2_pipeline(), call)
 
 
 @pytest.mark.parametrize(("config", "what"), [("exact", "the patched"), ("quantized", "the exactly patched")])

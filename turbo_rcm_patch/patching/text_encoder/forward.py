@@ -75,7 +75,7 @@ def lengths_of(input_ids: torch.Tensor | None, mask: torch.Tensor | None) -> lis
         return None
     mask = mask.detach().cpu()  # one wait for the GPU
     lengths = (mask != 0).sum(1)
-    first = torch.arange(mask.shape[1]) < lengths[:, None]
+    first = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     usable = len(lengths) > 0 and bool(lengths.min() > 0) and torch.equal(mask, first.to(mask.dtype))
     return lengths.tolist() if usable else None
 

@@ -11,7 +11,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import nn
 
-from ...checkpoints.lazy import open_tensors
+from ...checkpoints.lazy import files_of, open_tensors
 from ...plain import function_bound_to
 from ...wording import name_of_dtype, with_article
 from ..errors import PatchError
@@ -81,8 +81,9 @@ def use_tiny_vae(target: object, file: str | Path, *, dtype: torch.dtype | None 
     if not isinstance(file, (str, Path)):
         raise TypeError(f"file={file!r}; give the path of a tiny VAE, such as 'taew2_1.safetensors'.")
     file = Path(file).expanduser()
-    if file.name.lower().startswith(OTHERS):
-        raise ValueError(f"{file.name} is for other latents than Wan's and Qwen-Image's; give taew2_1 or taew2_2.")
+    for name in (part.name for part in files_of(file)):  # the folder of a file may have any name
+        if name.lower().startswith(OTHERS):
+            raise ValueError(f"{name} is for other latents than Wan's and Qwen-Image's; give taew2_1 or taew2_2.")
     with open_tensors(file) as tensors:
         try:
             network = layout_of({name: torch.Size(tensor.shape) for name, tensor in tensors.items()})

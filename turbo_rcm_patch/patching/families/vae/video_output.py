@@ -177,7 +177,7 @@ class _Stage:
     """Pinned memory for a piece on its way from a GPU. No piece is larger than the first."""
 
     def __init__(self, piece: torch.Tensor):
-        self._memory = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+        self._memory = torch.empty(piece.shape, dtype=piece.dtype, device="cpu", pin_memory=True)
         self._filled = torch.cuda.Event()
 
     def fill(self, piece: torch.Tensor) -> None:
