@@ -1,7 +1,5 @@
 """The sizes of latents from configs of VAEs, which may lack entries."""
 
-import math
-
 from tests.tiny_ltx2 import tiny_ltx2_pipeline
 from turbo_rcm_patch.cli.sizes import size_rules
 from turbo_rcm_patch.latents import compression
@@ -14,7 +12,7 @@ def test_compression_is_in_the_config_or_follows_from_it():
     assert compression(config) == (pipe.vae.spatial_compression_ratio, 2)
     assert compression({**config, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}) == (32, 8)
     rules = size_rules(config, pipe.transformer.config)
-    assert (rules.height, rules.temporal) == (math.lcm(16, pipe.vae.spatial_compression_ratio), 2)
+    assert (rules.patch[0], rules.temporal) == compression(config)
 
 
 def test_the_entries_that_published_configs_lack():

@@ -177,5 +177,5 @@ def test_end_to_end_runs_in_several_tiers(tmp_path, capsys):
 
 def test_sizes_are_those_of_its_latents():
     rules = size_rules(REAL.vae, REAL.transformer)
-    assert (rules.height, rules.width, rules.temporal) == (32, 32, 8)
+    assert (rules.height, rules.width, rules.temporal, rules.positions) == (32, 32, 8, None)
     rules.check(1024, 1792, 121)

@@ -11,6 +11,7 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.cli.running import CAPTION, TINY, error_of
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import commands, files, main, pipelines
 from turbo_rcm_patch.cli.arguments import parse_arguments
@@ -80,6 +81,28 @@ def test_a_vae_that_keeps_all_frames_takes_any_number_of_them():
     rules.check(None, None, 5)
     with pytest.raises(CommandError, match=r"--frames 0 is not 1k\+1; try 1\."):
         rules.check(None, None, 0)
+
+
+def test_a_config_larger_than_its_rope_table_is_refused_before_it_is_built(capsys, monkeypatch):
+    monkeypatch.setattr(pipelines, "build_pipeline", lambda *args, **kwargs: pytest.fail("weights were drawn"))
+    wide = ["verify", "--config", "wan2.1-1.3b", "--width", 16400]
+    assert "--width 16400 is too large: the model's RoPE table has 1024" in error_of(capsys, *wide)
+    assert "give at most 4093" in error_of(capsys, "verify", "--config", "wan2.1-1.3b", "--frames", 4097)
+
+
+def test_a_size_at_the_end_of_the_rope_table_runs():
+    """The limit is the table's, not a position short of it or beyond."""
+    transformer = tiny_wan_pipeline("t2v").transformer
+    positions = transformer.config.rope_max_seq_len
+    channels, text = transformer.config.in_channels, torch.zeros(1, 1, transformer.config.text_dim)
+
+    def run(frames):
+        transformer(torch.zeros(1, channels, frames, 2, 2), torch.zeros(1), text)
+
+    assert size_rules({}, transformer.config).positions == positions
+    run(positions)
+    with pytest.raises(RuntimeError, match="shape"):
+        run(positions + 1)
 
 
 def test_a_model_that_does_not_load(tmp_path, capsys):

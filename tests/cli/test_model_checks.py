@@ -42,6 +42,17 @@ def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, nothing_runs):
     assert "--frames 13 is not 8k+1" in error_of(capsys, *model, "--frames", "13")
 
 
+def test_the_largest_size_follows_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "run", lambda arguments: 0)
+    model = ["verify", "--model", folder_of(tmp_path, patch_size=[2, 2, 1], rope_max_seq_len=9)]
+    for option, largest, next_one in (("--height", 288, 320), ("--width", 144, 160), ("--frames", 137, 145)):
+        assert main(list(map(str, [*model, option, largest]))) == 0
+        message = error_of(capsys, *model, option, next_one)
+        assert f"{option} {next_one} is too large" in message
+        assert "9 positions along each axis" in message
+        assert f"give at most {largest}." in message
+
+
 def test_a_malformed_patch_size_is_named(tmp_path, capsys):
     model = folder_of(tmp_path, patch_size=[2, 2])
     assert "patch_size [2, 2]" in error_of(capsys, "verify", "--model", model)
