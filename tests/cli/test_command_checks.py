@@ -24,6 +24,7 @@ from turbo_rcm_patch.cli import pipelines
         (["-o", "out.avi"], "give a name ending in .mp4"),
         (["--gpus", "0"], "--gpus 0: give 1 or more"),
         (["--gpus", "-2"], "--gpus -2: give 1 or more"),
+        (["--gpus", "3"], "--gpus 3: the model has 4 attention heads; give one of 2, 4."),
         (["--gpus", "2", "--device", "cpu"], "leave --device cpu out"),
         (["--gpus", "2", "--device", "cuda:1"], "leave --device cuda:1 out"),
         (["--gpus", "2", "--vram", "8GB"], "leave --vram out"),

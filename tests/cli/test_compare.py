@@ -56,6 +56,15 @@ def test_an_animated_picture_has_every_frame_and_a_png_three(suffix, tmp_path):
     assert list(tmp_path.iterdir()) == [picture]
 
 
+def test_nan_is_white(tmp_path):
+    video = np.full((5, 32, 48, 3), 0.5)
+    video[0, 0, 0] = np.nan
+    comparison = SimpleNamespace(variants=[SimpleNamespace(name="a", video=video)], difference=lambda: (video, 1))
+    write_side_by_side(tmp_path / "compare.png", comparison, 16)
+    frame = iio.imread(tmp_path / "compare.png")[STRIP:]
+    assert (frame[0, :2, 0].tolist(), frame[0, 48, 0]) == ([255, 128], 255)
+
+
 def test_the_videos_play_at_the_given_rate(tmp_path):
     video = np.random.default_rng(0).random((5, 32, 48, 3))
     comparison = SimpleNamespace(variants=[SimpleNamespace(name="a", video=video)], difference=lambda: (video, 1))

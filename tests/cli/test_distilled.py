@@ -246,7 +246,7 @@ def test_advice_is_about_options(models, tmp_path, capsys):
     save_file(with_scales(official_state_dict(pipe.transformer)), scaled)
     sparse = ["--transformer", scaled, "--transformer-2", scaled, "--preset", "sparse"]
     line = error_of(capsys, "generate", "a fox", "-o", tmp_path / "out.mp4", *argv[1:], *sparse)
-    assert "without sparse-linear attention (it has no proj_l); give another --preset, such as quantized." in line
+    assert "without sparse-linear attention (no proj_l); give another --preset, such as quantized." in line
 
 
 def test_guidance_that_would_be_ignored_is_an_error_of_one_line(original, capsys):

@@ -147,7 +147,7 @@ def test_a_long_prompt_is_not_repeated_whole(capsys, stop_at):
     stop_at("verify")
     assert main(["verify", "a fox leaps " + 10_000 * "x", *TINY]) == 2
     warning = capsys.readouterr().err
-    assert "unlike 'a fox leaps…'" in warning
+    assert "unlike 'a fox leaps xxx" in warning
     assert len(warning) < 1500
 
 

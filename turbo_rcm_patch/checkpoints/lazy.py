@@ -48,7 +48,7 @@ Tensors = Mapping[str, LazyTensor]
 def open_tensors(source: str | Path) -> Iterator[Tensors]:
     """Open all tensors of a file or of a folder's files, by name. They can be read until this closes.
 
-    source: a .safetensors or a pickled file, or a folder with one such file or with the shards that an index lists.
+    source: a .safetensors or a pickled file, an index of shards, or a folder with one of these.
         Code in pickled files does not run (weights_only).
 
     Raises ValueError for other sources, and for files that cannot be read.
@@ -69,7 +69,9 @@ def open_tensors(source: str | Path) -> Iterator[Tensors]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that `open_tensors` opens for a path. Raises ValueError if there are none, or none alone."""
+    """Return the files that `open_tensors` opens for a path. Raises ValueError if it cannot tell which."""
+    if path.is_file() and path.match(_INDEX):
+        return _shards(path)
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             raise ValueError(
@@ -83,13 +85,7 @@ def files_of(path: Path) -> list[Path]:
         raise ValueError(f"{path}: no such file or folder; give a file of weights, or the folder of one.")
     indices = sorted(path.glob(_INDEX))
     if len(indices) == 1:
-        names = _shards(indices[0])
-        missing = [name for name in names if not (path / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"{path} lacks {', '.join(missing)}, which {indices[0].name} lists; download what is missing."
-            )
-        return [path / name for name in names]
+        return _shards(indices[0])
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
     if len(files) != 1:
         listed = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
@@ -97,12 +93,17 @@ def files_of(path: Path) -> list[Path]:
     return files
 
 
-def _shards(index: Path) -> list[str]:
-    """Return the files that an index lists. Raises ValueError for a file that is not an index."""
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index lists. Raises ValueError for a file that is not an index, or if one is missing."""
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot read {index} as an index of safetensors files; download it again.") from error
+    folder = index.parent
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {index.name} lists; download what is missing.")
+    return [folder / name for name in names]
 
 
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, LazyTensor]:

@@ -12,7 +12,7 @@ from .arguments import config_options, spelled
 from .errors import CommandError
 from .files import check_ffmpeg, check_output
 from .generation_checks import check_at_least_one, check_config_options, check_device, check_generation, check_preset
-from .model_checks import check_lora, check_model, check_weights
+from .model_checks import check_heads, check_lora, check_model, check_weights, heads_of
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -69,6 +69,7 @@ def _check_gpus(arguments: argparse.Namespace) -> None:
     for option in ("vram", "offload"):
         if getattr(arguments, option):
             raise CommandError(f"--gpus keeps the whole model on every GPU; leave --{option} out.")
+    check_heads(arguments.gpus, heads_of(arguments.model))
 
 
 def _check_compare(arguments: argparse.Namespace) -> None:

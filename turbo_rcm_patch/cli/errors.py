@@ -26,6 +26,7 @@ _ADVICE = {  # in Python, and the same in the shell
     "load it with use_distilled or with pipe.load_lora_weights": "give it as --lora, beside the whole model",
     "load them with trp.load_turbodiffusion, or take another preset": "give them as --transformer, or another --preset",
     "give another preset, such as 'quantized'": "give another --preset, such as quantized",
+    "give the preset 'sparse'": "give --preset sparse",
 }
 
 

@@ -124,6 +124,19 @@ def check_second_transformer(index: Mapping[str, object], arguments: argparse.Na
             raise CommandError(f"--model {arguments.model} has no second transformer; leave {spelled(name)} out.")
 
 
+def check_heads(gpus: int, heads: int | None) -> None:
+    """Raise CommandError if a model's attention heads do not divide by --gpus. heads: None if not known yet."""
+    if heads is not None and heads % gpus:
+        divisors = [str(count) for count in range(2, min(heads, 16) + 1) if heads % count == 0]
+        raise CommandError(f"--gpus {gpus}: the model has {heads} attention heads; give one of {', '.join(divisors)}.")
+
+
+def heads_of(model: str | None) -> int | None:
+    """Return the attention heads of --model, or None if its folder does not tell."""
+    folder = EMBEDDED if model is None else Path(model).expanduser()
+    return _read_json(folder / "transformer/config.json").get("num_attention_heads")
+
+
 def _size_rules_in(folder: Path) -> SizeRules:
     return size_rules(_read_json(folder / "vae/config.json"), _read_json(folder / "transformer/config.json"))
 

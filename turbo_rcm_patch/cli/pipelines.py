@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from ..wording import counted
 from .arguments import config_options
 from .errors import CommandError, why_not_loaded
 from .files import Sound
-from .model_checks import check_pipeline_class, check_second_transformer
+from .model_checks import check_heads, check_pipeline_class, check_second_transformer
 from .notes import warn
 from .sampling import default_of, default_steps, guidance, install_sampler
 from .sizes import size_rules
@@ -164,9 +163,7 @@ def split_among(pipe: DiffusionPipeline, call: dict[str, object], gpus: int) -> 
     """
     latent = latent_size(pipe.vae.config, call["height"], call["width"], call["num_frames"])
     for model in transformers_of(pipe).values():
-        if (heads := model.config.num_attention_heads) % gpus:
-            fitting = ", ".join(str(count) for count in range(2, min(heads, 16) + 1) if heads % count == 0)
-            raise CommandError(f"--gpus {gpus}: the model has {heads} attention heads; give one of {fitting}.")
+        check_heads(gpus, model.config.num_attention_heads)  # a hub id's are not known before
         if (tokens := family_of(model).blocks[0].sizes.tokens(model.config, latent)) % gpus:
             raise CommandError(
                 f"--gpus {gpus}: a video of this size has {tokens} tokens, which do not divide by {gpus}; give another "
@@ -229,7 +226,7 @@ def warn_of_size(arguments: argparse.Namespace, height: int, width: int, frames:
 
 def _outside_grammar(prompts: Sequence[str]) -> str:
     more = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
-    named = textwrap.shorten(prompts[0], LONGEST_NAMED, placeholder="…")
+    named = prompts[0] if len(prompts[0]) <= LONGEST_NAMED else f"{prompts[0][:LONGEST_NAMED]}…"
     examples = "".join(f"\n  {example}" for example in grammar.EXAMPLES)
     size, colour, shape, direction, speed, background = map(
         "|".join,

@@ -22,6 +22,7 @@ def write_side_by_side(path: Path, comparison: Comparison, fps: int) -> str:
     other."""
     difference, gain = comparison.difference()
     videos = np.concatenate([*(variant.video for variant in comparison.variants), difference], axis=2)
+    videos = np.nan_to_num(videos, nan=1.0)  # NaN is white
     names = [variant.name for variant in comparison.variants]
     frames = under_names(np.round(255 * videos).astype(np.uint8), [*names, f"difference, times {gain}"])
     suffix = path.suffix.lower()

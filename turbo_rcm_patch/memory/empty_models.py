@@ -156,7 +156,7 @@ def _model_class(name: str) -> type[nn.Module] | None:
 
 def _empty(path: Path, named: str) -> nn.Module:
     config = read_config(path)
-    class_name = config.get("_class_name") or named
+    class_name = str(config.get("_class_name") or named or "unknown class")
     model_class = _model_class(class_name)
     if model_class is None:
         raise ValueError(f"{path} holds {with_article(class_name)}, which neither diffusers nor transformers has.")

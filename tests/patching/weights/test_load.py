@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import turbo_rcm_patch as trp
+from tests.oracle import same_tensors
 from tests.tiny_families import EACH_MODEL, first_of, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import moved, output_of, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import INT8
@@ -285,6 +286,20 @@ def test_sources_that_cannot_be_converted(source, stored, tmp_path):
     with pytest.raises(ValueError, match="holds an AutoencoderKLWan; supported: WanTransformer3DModel"):
         convert_folder(tmp_path / "vae", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"vae"}
+
+
+def test_the_files_that_diffusers_reads_are_converted(source, stored, tmp_path):
+    """Not those beside them: an old whole file, the index of a variant, a file that was converted."""
+    model = WanTransformer3DModel.from_pretrained(source)
+    name = "diffusion_pytorch_model.safetensors"
+    model.save_pretrained(tmp_path / "in", max_shard_size="200KB")
+    assert (tmp_path / f"in/{name}.index.json").is_file()
+    (tmp_path / f"in/{name}").write_bytes(b"old")
+    (tmp_path / "in/diffusion_pytorch_model.fp16.safetensors.index.json").write_text("{}")
+    (tmp_path / "in" / FILE).write_bytes((stored / FILE).read_bytes())
+    convert_model(tmp_path / "in", tmp_path / "out", trp.Exact())
+    again = WanTransformer3DModel.from_pretrained(tmp_path / "out")
+    assert same_tensors(again.state_dict(), model.state_dict())
 
 
 def test_a_failure_while_writing_leaves_no_folder(source, tmp_path, monkeypatch):

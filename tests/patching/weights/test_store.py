@@ -76,17 +76,21 @@ def test_the_tier_has_to_be_that_of_the_weights(tmp_path):
     model = model_of(head_dim=128)
     torch.save(official_state_dict(model), tmp_path / "rcm.pt")
     for name, preset, message in (
-        ("TurboWan.pth", "quantized", "was trained with sparse-linear attention .*; give the preset 'sparse'"),
-        ("rcm.pt", "sparse", "was trained without sparse-linear attention .*; give another preset"),
+        (
+            "TurboWan.pth",
+            "quantized",
+            "were trained with sparse-linear attention .*; give the preset 'sparse'",
+        ),
+        ("rcm.pt", "sparse", "were trained without sparse-linear attention .*; give another preset"),
     ):
         with pytest.raises(ValueError, match=message):
             convert_model(tmp_path / name, tmp_path / "out", trp.PRESETS[preset])
         assert not (tmp_path / "out").exists()
     convert_model(tmp_path / "TurboWan.pth", tmp_path / "sparse", trp.PRESETS["sparse"])
     convert_model(tmp_path / "rcm.pt", tmp_path / "quantized", trp.PRESETS["quantized"])
-    with pytest.raises(trp.PatchError, match=r"it has proj_l\); give the preset 'sparse'"):
+    with pytest.raises(trp.PatchError, match=r"with proj_l\); give the preset 'sparse'"):
         trp.load_converted(tmp_path / "sparse", model_of())
-    with pytest.raises(trp.PatchError, match=r"it has no proj_l\); give another preset, such as 'quantized'"):
+    with pytest.raises(trp.PatchError, match=r"no proj_l\); give another preset, such as 'quantized'"):
         trp.load_converted(tmp_path / "quantized", model, "sparse")
     with pytest.raises(ValueError, match="the config is of the exact tier"):
         trp.load_converted(tmp_path / "quantized", model, "exact")

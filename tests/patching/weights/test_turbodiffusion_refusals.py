@@ -22,11 +22,11 @@ from turbo_rcm_patch.patching.weights import turbodiffusion
     [
         (lambda w: w.pop("blocks.1.ffn.0.bias"), SLA, "blocks.1.ffn.0.bias is missing"),
         (lambda w: w.update(odd=torch.zeros(1)), SLA, "odd is unexpected"),
-        (lambda w: None, {"attention": "dense"}, "was trained with sparse-linear attention"),
+        (lambda w: None, {"attention": "dense"}, "were trained with sparse-linear attention"),
         (
             lambda w: [w.pop(name) for name in list(w) if "proj_l" in name],
             SLA,
-            "was trained without sparse-linear attention .*; give another preset",
+            "were trained without sparse-linear attention .*; give another preset",
         ),
     ],
 )

@@ -7,6 +7,8 @@ import pytest
 import torch
 from diffusers import LTX2VideoTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_ltx2_transformer_to_diffusers
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
 from tests.official_ltx2 import LTX2_3, ltx2_state_dict
@@ -14,6 +16,7 @@ from tests.oracle import relative_error, same_tensors
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_ltx2 import tiny_ltx2_call, tiny_ltx2_pipeline
 from turbo_rcm_patch.patching.families.ltx2.names import LTX2_NAMES
+from turbo_rcm_patch.patching.weights.load import FILE
 from turbo_rcm_patch.patching.weights.store import convert_model
 from turbo_rcm_patch.tiers import QUANTIZED
 
@@ -143,7 +146,7 @@ def test_by_default_attention_is_sparse_without_a_linear_part(saved, zero):
 def test_projections_that_are_not_zero_count(saved):
     model, other = tiny_family_transformer("ltx2"), student()
     path = saved(with_proj_l(ltx2_state_dict(other)))
-    with pytest.raises(trp.PatchError, match="was trained with sparse-linear attention"):
+    with pytest.raises(trp.PatchError, match="were trained with sparse-linear attention"):
         trp.load_turbodiffusion(path, model, "quantized")
     patch = trp.load_turbodiffusion(path, model, attention="sla", topk=1.0)
     assert not same(outputs(model), outputs(other), 0.01)
@@ -190,8 +193,29 @@ HEADS = {  # as the published models have, which a file does not tell
 def test_only_projections_that_are_not_zero_keep_a_file_from_the_other_tiers(saved, tmp_path, zero):
     weights = ltx2_state_dict(tiny_family_transformer("ltx2", **HEADS))
     path = saved(with_proj_l(weights, size=HEADS["attention_head_dim"], zero=zero))
-    with nullcontext() if zero else pytest.raises(ValueError, match="was trained with sparse-linear attention"):
+    with nullcontext() if zero else pytest.raises(ValueError, match="were trained with sparse-linear attention"):
         convert_model(path, tmp_path / "out", trp.Quantized())
+
+
+def add_zero_projections(file):
+    with safe_open(file, "pt") as opened:
+        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    zeros = {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}
+    tensors |= {f"transformer_blocks.0.attn1.proj_l.{part}": tensor for part, tensor in zeros.items()}
+    save_file(tensors, file, metadata)
+
+
+def test_zero_projections_in_a_folder_do_not_matter(tmp_path):
+    """Neither in diffusers' files nor in those that were converted."""
+    other = tiny_family_transformer("ltx2", **HEADS, seed=5)  # saving one changes its config
+    other.save_pretrained(tmp_path / "model")
+    add_zero_projections(tmp_path / "model/diffusion_pytorch_model.safetensors")
+    convert_model(tmp_path / "model", tmp_path / "out", trp.Quantized(), dtype=torch.float32)
+    add_zero_projections(tmp_path / "out" / FILE)
+    model = tiny_family_transformer("ltx2", **HEADS, seed=4)
+    trp.load_converted(tmp_path / "out", model, "quantized")
+    trp.patch(other, "quantized")
+    assert same(outputs(model), outputs(other))
 
 
 @pytest.mark.parametrize("tier", ["exact", "quantized", "sparse"])

@@ -53,12 +53,7 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         return
     modules, groups = dict(modules_of(transformer)), groups_of(transformer)
     for path, product in lora.products.items():
-        reason = _why_not_added(groups, getattr(*owner_in(modules, path)))
-        if reason is not None:
-            raise RuntimeError(
-                f"the {product.kind} cannot be added to {path}: {reason}; undo that, load the LoRA, then "
-                "quantise, offload or cast the model."
-            )
+        _check_writable(groups, modules, path, product.kind)
     if lora.pairs and importlib.util.find_spec("peft") is None:
         raise ImportError(NO_PEFT)
     for path in lora.pairs:
@@ -78,6 +73,18 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
     if lora.pairs and any(layer.disable_adapters for layer in layers):
         raise RuntimeError(
             f"{name} has LoRA layers that are switched off; call pipe.enable_lora() or pipe.unload_lora_weights()."
+        )
+
+
+def _check_writable(groups: list[ModuleGroup], modules: Mapping[str, nn.Module], path: str, kind: str) -> None:
+    """Raise RuntimeError if a product cannot be added to a weight."""
+    parameter = getattr(*owner_in(modules, path))
+    if isinstance(parameter, ReadOnlyWeight) and not parameter.is_freed:
+        raise RuntimeError(f"the {kind} changes {path}, but {RULE}")
+    reason = _why_not_added(groups, parameter)
+    if reason is not None:
+        raise RuntimeError(
+            f"the {kind} cannot be added to {path}: {reason}; load it first, then quantise, offload or cast the model."
         )
 
 
@@ -277,8 +284,8 @@ def has_fused_projections(transformer: nn.Module) -> bool:
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
-    """Return PEFT's layers, known by an attribute so that peft need not be installed."""
-    return [module for module in model.modules() if hasattr(module, "lora_A")]
+    """Return PEFT's layers, known by a module in them so that peft need not be installed."""
+    return [module for module in model.modules() if "lora_A" in module._modules]
 
 
 def _fused(layers: Iterable[nn.Module]) -> list[str]:

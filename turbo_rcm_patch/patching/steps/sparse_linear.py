@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from .context_parallel import (
 from .in_8_bits import formats_label, tokens_after_exchange
 from .plan import Call, Step, Stream
 
+_Tensor = TypeVar("_Tensor", torch.Tensor, LazyTensor)
 BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of keys
 
 
@@ -178,13 +179,17 @@ def is_projection(name: str) -> bool:
     return f".{PROJ_L}." in name
 
 
-def by_attention(projections: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return SLA's projections by the paths of their self-attentions."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in projections.items():
-        path, _, part = name.partition(f".{PROJ_L}.")
-        found.setdefault(path, {})[part] = tensor
+def by_attention(tensors: Mapping[str, _Tensor]) -> dict[str, dict[str, _Tensor]]:
+    """Return SLA's projections among some tensors, by the paths of their self-attentions and by part."""
+    found: dict[str, dict[str, _Tensor]] = {}
+    for name in filter(is_projection, tensors):
+        found.setdefault(attention_of(name), {})[name.rpartition(".")[2]] = tensors[name]
     return found
+
+
+def attention_of(name: str) -> str:
+    """Return the path of the self-attention whose projection a tensor's name is."""
+    return name.partition(f".{PROJ_L}.")[0]
 
 
 def use_processors(journal: Journal, attentions: SelfAttentions, config: PatchConfig) -> None:
@@ -236,18 +241,19 @@ def why_other_tier(
     has_projections: True if the weights have proj_l, so that they were trained with sparse-linear attention.
     """
     is_sparse = isinstance(config, Sparse)
+    holds = f"{source} holds weights that were trained"
     if has_projections and not is_sparse:
-        return f"{source} was trained with sparse-linear attention (it has proj_l); give the preset 'sparse'."
+        return f"{holds} with sparse-linear attention (with proj_l); give the preset 'sparse'."
     if is_sparse and not has_projections and needs_projections(attentions):
-        trained = "was trained without sparse-linear attention (it has no proj_l)"
-        return f"{source} {trained}; give another preset, such as 'quantized'."
+        return f"{holds} without sparse-linear attention (no proj_l); give another preset, such as 'quantized'."
     return None
 
 
 def used_projections(
     stored: Mapping[str, Mapping[str, LazyTensor]], attentions: SelfAttentions
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Read a file's projections by the paths of their attentions, without the zero ones if the family needs none."""
+    """Read a file's projections, by the path of the self-attention and by part. If the family needs none, leave out
+    those that are zero."""
     loaded = {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in stored.items()}
     if needs_projections(attentions):
         return loaded

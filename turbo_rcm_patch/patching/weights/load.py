@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ...checkpoints.files import COMPONENTS, Source, is_published
+from ...checkpoints.lazy import open_tensors
 from ...checkpoints.names import owner_in
 from ...checkpoints.whole import device_of, fill_buffers
 from ...config import Exact, PatchConfig, Quantized, Sparse, resolve_config
@@ -33,6 +34,7 @@ from ..steps.sparse_linear import (
     by_attention,
     is_projection,
     use_processors,
+    used_projections,
     why_other_tier,
 )
 from .quantize_linears import convertible_linears, put_in_8_bits
@@ -171,8 +173,10 @@ class _Stored:
         if family is None:
             raise ValueError(f"{with_article(type(model).__name__)} is not supported: {SUPPORTED}.")
         self._kinds = {name: kind for name, kind in kinds.items() if not is_projection(name)}
-        self._projections = [name for name in kinds if is_projection(name)]
-        reason = why_other_tier(self._file, bool(self._projections), family.self_attentions(model), config)
+        attentions = list(family.self_attentions(model))
+        with open_tensors(self._file) as tensors:
+            self._projections = used_projections(by_attention(tensors), attentions)
+        reason = why_other_tier(self._file, bool(self._projections), attentions, config)
         if reason is not None:
             raise ValueError(reason)
         raise_if(f"{folder} is of another model", _config_differences(read_config(folder), model))
@@ -209,8 +213,7 @@ class _Stored:
                     module, own = owner_in(modules, name)
                     value = nn.Parameter(file.get_tensor(name), module._parameters[own].requires_grad)
                     journal.set_parameter(module, own, value)
-            projections = by_attention({name: file.get_tensor(name) for name in self._projections})
-            add_projections(journal, family_of(model).self_attentions(model), projections)
+        add_projections(journal, family_of(model).self_attentions(model), self._projections)
         fill_buffers(model, device)
 
 

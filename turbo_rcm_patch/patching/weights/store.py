@@ -23,7 +23,15 @@ from ...config import Exact, PatchConfig, Sparse
 from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
 from ..families import family_of, model_in, weights_in
-from ..steps.sparse_linear import PROJ_L, is_projection, used_projections, why_not_replaceable, why_other_tier
+from ..steps.sparse_linear import (
+    PROJ_L,
+    attention_of,
+    by_attention,
+    is_projection,
+    used_projections,
+    why_not_replaceable,
+    why_other_tier,
+)
 from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if, read_config
 from .quantize_linears import convertible_linears, format_for, from_file_note, has_format
@@ -45,7 +53,7 @@ def convert_model(
     """Store a model's transformers for the tier of a configuration, holding one tensor at a time.
 
     Args:
-        source: the folder of a transformer or of a pipeline, with safetensors files. Or a .pth or .safetensors file
+        source: the folder of a transformer or of a pipeline, as diffusers saves them. Or a .pth or .safetensors file
             with a whole Wan transformer in its authors' names (checkpoints/whole.py), or a folder with such a file.
         target: a folder that does not exist yet, or is empty. It appears when all is written. For the exact tier it
             holds diffusers' own files, for the others the files that `load_converted` loads.
@@ -104,10 +112,13 @@ def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
 
 def _of_folder(folder: Path, stack: ExitStack) -> _Model:
     model = empty_model(folder)
-    if (folder / FILE).is_file():
+    own = (folder / f"{DIFFUSERS_FILE}.index.json", folder / DIFFUSERS_FILE)  # in the order in which diffusers looks
+    source = next((file for file in own if file.is_file()), folder)
+    if source is folder and (folder / FILE).is_file():
         raise ValueError(f"{folder} is converted already: it holds {FILE}. Give the folder of the original model.")
-    whole = folder / DIFFUSERS_FILE
-    tensors = stack.enter_context(open_tensors(whole if whole.is_file() else folder))
+    tensors = stack.enter_context(open_tensors(source))
+    used = used_projections(by_attention(tensors), family_of(model).self_attentions(model))
+    tensors = {name: t for name, t in tensors.items() if not is_projection(name) or attention_of(name) in used}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: tensor.shape for name, tensor in tensors.items() if not is_projection(name)}
     raise_if(f"{folder} does not fit its config.json", differences(expected, given))

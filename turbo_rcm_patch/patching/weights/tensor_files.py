@@ -35,6 +35,9 @@ class Kind(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
 
 def read_header(path: Path) -> tuple[dict[str, Kind], dict[str, str]]:
     """Return the kind of each tensor in a safetensors file by its name, and the file's metadata.
