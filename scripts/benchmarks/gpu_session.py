@@ -161,6 +161,7 @@ MEASUREMENTS = {
     "first-video": ("scripts/benchmarks/first_video.py",),
     "host-time": ("scripts/benchmarks/host_time.py",),
     "host-time-of-4-gpus": ("scripts/benchmarks/host_time.py", "--ulysses", "4"),  # which takes one GPU
+    "host-time-ltx2-19b": ("scripts/benchmarks/host_time.py", "--config", "ltx2-19b", "--layers", "2"),
     "text-encoder": ("scripts/benchmarks/text_encoder.py",),
     "vae-wan2.1-480p": (*VAE, "wan2.1-1.3b", "--work", "decode"),
     "vae-wan2.1-480p-encode": (*VAE, "wan2.1-1.3b", "--work", "encode", "output"),

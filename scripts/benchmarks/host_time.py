@@ -49,12 +49,14 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     device = torch.device("cuda")
     with others(options.ulysses):
-        milliseconds = measure(options.config, options.frames, device, host_time, ulysses=options.ulysses)
+        sizes = {"layers": options.layers, "ulysses": options.ulysses}
+        milliseconds = measure(options.config, options.frames, device, host_time, **sizes)
     for name, value in milliseconds.items():
         print(f"{name:{max(map(len, milliseconds))}} {value:6.2f} ms a block")
     if options.json is not None:
         settings = {"config": options.config, "frames": options.frames or CASES[options.config].frames}
         settings |= {"ulysses": options.ulysses} if options.ulysses > 1 else {}
+        settings |= {"layers": options.layers} if options.layers is not None else {}
         environment = asdict(describe_environment(device))
         write_json(options.json, {"settings": settings, "environment": environment, "milliseconds": milliseconds})
     return 0
@@ -67,15 +69,17 @@ def measure(
     device: torch.device,
     timed: Callable[[Callable[[], object]], float],
     rounds: int = ROUNDS,
+    layers: int | None = None,
     ulysses: int = 1,
 ) -> dict[str, float]:
     """Return the milliseconds of one block's call, unpatched and in the TIERS, and its share of a CUDA-graph step.
 
-    timed: (call) -> the milliseconds that it takes. They are medians over the rounds. ulysses: the processes of the
-    default process group, which share the tokens if there are several.
+    timed: (call) -> the milliseconds that it takes. They are medians over the rounds. layers: the blocks that are
+    built, or None for all. ulysses: the processes of the default process group, which share the tokens if there are
+    several.
     """
     case = CASES[config]
-    pipe = build_pipeline(case, torch.bfloat16, device)
+    pipe = build_pipeline(case, torch.bfloat16, device, layers=layers)
     install_few_steps(pipe)
     pipe.set_progress_bar_config(disable=True)
     transformer = pipe.transformer
@@ -84,7 +88,7 @@ def measure(
     blocks = [block for _, block in family_of(transformer).every_block(transformer)]
     size = {"height": case.height, "width": case.width, "num_frames": frames or case.frames}
     options = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
-    generate = lambda: pipe(**random_inputs(pipe), **size, **options)  # noqa: E731
+    generate = lambda: pipe(**{**size, **options, **random_inputs(pipe)})  # noqa: E731
     block, step = (repeated(module, generate) for module in (blocks[0], transformer))
     if needs_projections(pipe):
         add_random_projections(pipe)  # for the sparse tier; the others leave them alone
@@ -160,9 +164,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
     parser.add_argument("--frames", type=int, help="default: the config's usual size")
+    parser.add_argument("--layers", type=int, help="build only so many blocks")
     parser.add_argument("--ulysses", type=int, default=1, help="time one of so many GPUs that share the tokens")
     parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
     options = parser.parse_args(argv)
+    if options.layers is not None and options.layers < 1:
+        parser.error(f"--layers {options.layers}: give 1 or more.")
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, and these are the launches for one.")
     return options

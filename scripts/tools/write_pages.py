@@ -216,7 +216,7 @@ def _host(runs: dict) -> Iterator[str]:
         yield first_step(runs["first-step"])
     if "first-video" in runs:
         yield first_video_table(runs["first-video"])
-    yield from (host_time(runs[name]) for name in ("host-time", "host-time-of-4-gpus") if name in runs)
+    yield from (host_time(run) for name, run in runs.items() if name.startswith("host-time"))
 
 
 if __name__ == "__main__":

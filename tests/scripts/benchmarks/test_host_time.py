@@ -55,6 +55,13 @@ def test_each_variant_is_what_it_is_called():
     assert (outputs[5].float() - unpatched).norm() > 1e-2 * unpatched.norm()
 
 
+def test_a_block_of_ltx2():
+    calls = benchmark.measure(
+        "tiny-ltx2", None, torch.device("cpu"), lambda call: float(len(call())), rounds=1, layers=1
+    )
+    assert calls == dict.fromkeys(NAMES, 2.0)  # video and sound
+
+
 def test_as_on_one_of_several_gpus(monkeypatch):
     """The collectives do nothing, so that only the calls are timed."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)  # diffusers divides by it
@@ -74,10 +81,12 @@ def test_without_a_gpu_it_says_so(capsys):
 
 
 def test_the_page_marks_what_is_over_a_millisecond():
-    run = {"settings": {"config": "tiny"}, "milliseconds": {"unpatched": 2.0, "exact": 0.96, "quantized": 1.24}}
-    assert "unpatched 2.00 ms, exact 0.96 ms, quantized 1.24 ms ✗" in host_time(run)
+    run = {"settings": {"config": "wan2.1-1.3b"}, "milliseconds": {"unpatched": 2.0, "exact": 0.96, "quantized": 1.24}}
+    assert "unpatched 2.00 ms, exact 0.96 ms, quantized 1.24 ms ✗ (1 ms is wanted at most)" in host_time(run)
     run["settings"]["ulysses"] = 4
-    assert "a block of tiny on one of 4 GPUs that share the tokens" in host_time(run)
+    assert "a block of wan2.1-1.3b on one of 4 GPUs that share the tokens" in host_time(run)
+    run["settings"]["config"] = "ltx2-19b"  # for which nothing was wanted
+    assert host_time(run).endswith("quantized 1.24 ms.\n")
 
 
 @pytest.mark.gpu
