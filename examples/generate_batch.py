@@ -116,19 +116,19 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
 
 def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Video) -> dict[str, object]:
     """Generate and write a video. Return its line of the record. Its frames are freed before the next video."""
+    import numpy as np
     import torch
 
     from turbo_rcm_patch.bench.timing import timed_generation
     from turbo_rcm_patch.cli.pipelines import sound_of
-    from turbo_rcm_patch.patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 
     generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
-    made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pt", generator=generator)
+    made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pil", generator=generator)
     begin = time.perf_counter()
     with writing_in(options.out):
         remove_leftovers(options.out, video)
-    pieces = (piece.numpy() for piece in pieces_on_cpu(made.frames[0], to_8_bits))
-    write_video(options.out / video.name, pieces, options.fps, sound_of(pipe, made.sound))
+    frames = (np.asarray(image)[None] for image in made.frames[0])
+    write_video(options.out / video.name, frames, options.fps, sound_of(pipe, made.sound))
     seconds = {**asdict(made.timings), "writing": time.perf_counter() - begin}
     peak_memory = seconds.pop("peak_memory")
     line = {"file": video.name, "prompt": video.prompt, "seed": video.seed}

@@ -152,7 +152,7 @@ def test_no_frames_are_kept_while_the_next_are_made(arguments, monkeypatch):
     def timed_generation(*args, **kwargs):
         alive.append(any(frames() is not None for frames in made))
         generation = original(*args, **kwargs)
-        made.append(weakref.ref(generation.frames))
+        made.append(weakref.ref(generation.frames[0][0]))
         return generation
 
     original = timing.timed_generation

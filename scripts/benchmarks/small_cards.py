@@ -290,7 +290,7 @@ def call_options(pipe: DiffusionPipeline, recorder: Recorder) -> dict[str, objec
     return {
         "num_inference_steps": recorder.steps,
         "max_sequence_length": tokens_of(pipe),
-        # A plan counts the frames on the GPU while the sound is decoded, as `generate` leaves them there.
+        # A plan counts the frames on the GPU while the sound is decoded, where "pt" leaves them.
         "output_type": "pt" if pipeline_of(pipe).has_sound else "np",
         "generator": torch.Generator("cpu").manual_seed(0),
         "callback_on_step_end": recorder,

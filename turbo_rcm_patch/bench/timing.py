@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 
 from .replaced import replaced
 
@@ -56,11 +57,12 @@ class StageTimings:
 class TimedGeneration:
     """A pipeline call's frames, last latents, timings and sound.
 
-    frames: in [0, 1]: an array [B, F, H, W, 3], or a tensor [B, F, 3, H, W] for output_type="pt", or None for "latent".
+    frames: an array [B, F, H, W, 3] in [0, 1], or a tensor [B, F, 3, H, W] in [0, 1] for output_type="pt", or F images
+    for each sample for "pil", or None for "latent".
     sound: [B, channels, samples] in [-1, 1], or None for "latent" and for a pipeline without sound.
     """
 
-    frames: np.ndarray | torch.Tensor | None
+    frames: np.ndarray | torch.Tensor | list[list[Image.Image]] | None
     latents: torch.Tensor
     timings: StageTimings
     sound: torch.Tensor | None = None
@@ -70,7 +72,7 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
     """Run ``pipe(**call)`` and time its stages, on a GPU by CUDA events, which leave launches asynchronous.
 
     call: any arguments of the pipeline except ``callback_on_step_end``; output_type is "np" (the default, also for a
-    pipeline with another one), "pt" or "latent".
+    pipeline with another one), "pt", "pil" or "latent".
     """
     call = {"output_type": "np", **call}
     device = torch.device(pipe._execution_device)

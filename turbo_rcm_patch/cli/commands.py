@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
@@ -38,7 +39,6 @@ from ..memory import DoesNotFit, MemoryPlan, fit_with
 from ..memory.components import blocks_of
 from ..memory.stages import Video, unpatched_stages
 from ..patching import Patch, patch
-from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 from ..patching.summary import in_one_line
 from ..patching.weights.load import component_folders, empty_model, read_config
 from ..patching.weights.quantize_linears import capability_of
@@ -91,19 +91,20 @@ def generate(arguments: argparse.Namespace) -> int:
     if arguments.vram is not None:
         print(_fitted(arguments, pipe, call), end="\n\n")
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
-    generation = timed_generation(pipe, **call, output_type="pt", generator=generator)
+    output_type = "pil" if arguments.is_first else "pt"  # what leaves the GPU while it decodes, and what stays there
+    generation = timed_generation(pipe, **call, output_type=output_type, generator=generator)
     if not arguments.is_first:
         return 0
-    video = generation.frames[0]  # still on the GPU; ffmpeg gets it piece by piece
+    images = generation.frames[0]
     begin = time.perf_counter()
-    pieces = (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits))
-    write_video(arguments.output, pieces, arguments.fps, sound_of(pipe, generation.sound))
+    frames = (np.asarray(image)[None] for image in images)
+    write_video(arguments.output, frames, arguments.fps, sound_of(pipe, generation.sound))
     writing = time.perf_counter() - begin
-    frames, _, height, width = video.shape
+    size = "x".join(map(str, images[0].size))
     if patched is not None:
         print(patched.summary() if arguments.verbose else _patched_line(arguments, patched), end="\n\n")
     print(timings_table(generation.timings, writing))
-    print(f"\nwrote {arguments.output}: {counted(frames, 'frame')} of {width}x{height}, {arguments.fps} per second")
+    print(f"\nwrote {arguments.output}: {counted(len(images), 'frame')} of {size}, {arguments.fps} per second")
     return 0
 
 

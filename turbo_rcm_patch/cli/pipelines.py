@@ -163,7 +163,7 @@ def split_among(pipe: DiffusionPipeline, call: dict[str, object], gpus: int) -> 
     """
     latent = latent_size(pipe.vae.config, call["height"], call["width"], call["num_frames"])
     for model in transformers_of(pipe).values():
-        check_heads(gpus, model.config.num_attention_heads)  # a hub id's are not known before
+        check_heads(gpus, model.config.num_attention_heads)  # those of a hub id are not known earlier
         if (tokens := family_of(model).blocks[0].sizes.tokens(model.config, latent)) % gpus:
             raise CommandError(
                 f"--gpus {gpus}: a video of this size has {tokens} tokens, which do not divide by {gpus}; give another "

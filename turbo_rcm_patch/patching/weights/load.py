@@ -80,8 +80,7 @@ def load_converted(
             f"the weights are stored in 8 bits, but the config {means}; give the preset that they were stored for."
         )
     config = dataclasses.replace(config, restorable=False)
-    is_one = isinstance(folder, (str, Path))
-    if not is_one or (is_published(Path(folder).expanduser()) and Path(folder).name != FILE):  # of other tools
+    if not isinstance(folder, (str, Path)) or _is_of_others(Path(folder).expanduser()):
         if device is not None:
             raise ValueError(f"device={str(device)!r} is for a converted folder; leave it out, and move the model.")
         return load_turbodiffusion(folder, target, config)
@@ -143,6 +142,10 @@ def read_vae_config(transformer: Path) -> dict:
     """Return the config of the VAE beside a transformer's folder, or an empty one if there is none."""
     folder = transformer.parent / "vae"
     return read_config(folder) if (folder / "config.json").is_file() else {}
+
+
+def _is_of_others(source: Path) -> bool:
+    return is_published(source) and source.name != FILE
 
 
 def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Path]:

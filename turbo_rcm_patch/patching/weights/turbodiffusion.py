@@ -102,7 +102,7 @@ def load_turbodiffusion(
             state_of(block).shared.from_file = _from_file_note(files[name], model)
 
         patch = apply_patch(target, config, prepare)
-        failing.pop_all()
+        failing.pop_all()  # nothing is undone any more
     for journal in journals:
         journal.forget_parameters()  # the weights before, which nothing needs any more
     return patch
