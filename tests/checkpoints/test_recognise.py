@@ -16,6 +16,7 @@ from turbo_rcm_patch.checkpoints.recognise import (
     own_name,
     swapped_files,
 )
+from turbo_rcm_patch.patching.families.wan.parts import linears_in_loras
 from turbo_rcm_patch.recipes import RECIPES
 
 CACHE = "/home/me/.cache/huggingface/hub/models--{}/snapshots/0123abc/{}"
@@ -110,7 +111,7 @@ def test_a_folder_here_is_no_repository_of_the_hub(tmp_path, monkeypatch):
 def recognised(make, experts=1, drop=None, **options):
     file = make(tiny_wan_transformer(), **options)
     tensors = {key: tensor for key, tensor in file.tensors.items() if drop is None or drop not in key}
-    found = lora_by_contents(read_lora(tensors, file.model), file.model, experts)
+    found = lora_by_contents(read_lora(tensors, file.model), linears_in_loras(file.model), experts)
     assert found is None or found.alone == "its contents"
     return found and found.recipe
 
@@ -129,7 +130,7 @@ def test_by_contents_alone():
 
 def claims(path, make=lora_files.kohya, **options):
     file = make(tiny_wan_transformer(), **options)
-    found = lora_claims(Path(path), read_lora(file.tensors, file.model), file.model, 1)
+    found = lora_claims(Path(path), read_lora(file.tensors, file.model), linears_in_loras(file.model), 1)
     return [(claim.recipe, claim.alone) for claim in found]
 
 

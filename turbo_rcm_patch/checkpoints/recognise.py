@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import nn
-
 from .files import COMPONENTS, EXPERTS, HUB_ID, experts_in
 from .lora import Lora
 
@@ -32,11 +30,6 @@ _KEYS = {
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
 }
 PERHAPS_GATES = f"{_KEYS['fastwan'][1]}, if the checkpoint has any, are not used: attention is dense"
-_LINEARS = (  # of a block, in every LoRA of a distilled Wan; others are not recognised
-    *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
-    *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
-    *("ffn.net.0.proj", "ffn.net.2"),
-)
 
 
 class Recognised(NamedTuple):
@@ -82,18 +75,20 @@ def _variant(recipe: str, path: str | Path) -> str:
     return next((name for name, words in variants if all(word in text for word in words)), recipe)
 
 
-def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[Recognised]:
-    """Return what a LoRA's file name says; if it says nothing, what its folders' names and its contents say."""
+def lora_claims(path: Path, lora: Lora, every: set[str], experts: int) -> list[Recognised]:
+    """Return what a LoRA's file name says; if it says nothing, what its folders' names and its contents say.
+
+    every: the paths of the linears that every LoRA of a distilled model changes.
+    """
     own = by_name(path.name)
     if own is not None:
         claim = by_name(path)  # the folders may tell the variant
         if claim != own:
             return [claim._replace(alone="a folder's name")]
-        every = _linears(model)
         held = len(every & {*lora.pairs, *(weight.removesuffix(".weight") for weight in lora.products)})
         few = f"its name (it has matrices for {held} of the blocks' {len(every)} linears)"  # perhaps a style's
         return [claim if held == len(every) else claim._replace(alone=few)]
-    folder, contents = by_name(path), lora_by_contents(lora, model, experts)
+    folder, contents = by_name(path), lora_by_contents(lora, every, experts)
     if contents is not None:
         contents = contents._replace(recipe=_variant(contents.recipe, path))
     elif folder is not None:
@@ -101,9 +96,8 @@ def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[
     return [claim for claim in (folder, contents) if claim is not None]
 
 
-def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised | None:
-    """Recognise a LoRA by its contents: published files differ in their ranks and keys."""
-    every = _linears(model)
+def lora_by_contents(lora: Lora, every: set[str], experts: int) -> Recognised | None:
+    """Recognise a LoRA by its contents: published files differ in their ranks and keys. every: as for `lora_claims`."""
     if not every <= set(lora.pairs) or len(lora.ranks) != 1:
         return None
     (rank,) = lora.ranks
@@ -115,11 +109,6 @@ def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised |
             recipe, f"rank {rank} without alphas, with differences of norms and biases", alone="its contents"
         )
     return None
-
-
-def _linears(model: nn.Module) -> set[str]:
-    """Return the names of the linears that a LoRA of a distilled Wan changes in every block."""
-    return {f"blocks.{i}.{name}" for i in range(len(model.blocks)) for name in _LINEARS}
 
 
 def checkpoint_by_keys(keys: Iterable[str]) -> Recognised | None:

@@ -280,6 +280,8 @@ class Family:
         pipelines: those whose sampler `use_rcm` and `use_distilled` can replace.
         cases: sizes of its checkpoints by name, with which the command line and the benchmarks build random models.
         inputs: (pipeline) -> the sizes of random inputs for it, for a family with cases.
+        linears_in_loras: (transformer) -> the paths of the linears that every LoRA of a distilled model changes. None:
+            its LoRAs are not recognised.
         rows_known: how a linear's path ends if the largest value of each row of its input is known.
         from_files: (file, its tensors) -> the transformer, on the meta device, that a file with its authors' names
             holds. Raises ValueError for a file of another model. None if no such files are known.
@@ -297,6 +299,7 @@ class Family:
     pipelines: tuple[Pipeline, ...] = ()
     cases: Mapping[str, Case] = field(default_factory=dict)
     inputs: Callable[[DiffusionPipeline], PipelineInputs] | None = None
+    linears_in_loras: Callable[[nn.Module], set[str]] | None = None
     rows_known: tuple[str, ...] = ROWS_KNOWN
     from_files: Callable[[Path, Tensors], nn.Module] | None = None
 

@@ -16,7 +16,7 @@ from .wan import sizes as wan_sizes
 from .wan.forward import run_block, wan_block
 from .wan.modulation import modulation
 from .wan.names import WAN_NAMES
-from .wan.parts import FIRST_LAYER, wan_blocks
+from .wan.parts import FIRST_LAYER, linears_in_loras, wan_blocks
 from .wan.sub_layers import Inputs, Rotary
 
 
@@ -90,4 +90,5 @@ WAN_VACE = Family(
         "not fused: the control blocks' input and output projections, the hints' sums; no CUDA graphs"
     ],
     pipelines=(Pipeline(WanVACEPipeline, "video"),),
+    linears_in_loras=linears_in_loras,
 )

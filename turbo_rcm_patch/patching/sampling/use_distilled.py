@@ -213,12 +213,12 @@ def _sampling(
 
 
 def _recognise_files(files: Files, models: Models, taken: dict[str, bool]) -> Recognised:
-    """Recognise LoRA files. Raises ValueError if that fails.
-
-    taken: of `_taken_by`. The LoRAs of pipelines that make sound are never recognised.
-    """
-    claims_of = (lambda *_: []) if taken["sound"] else lora_claims
-    found = [claims_of(file.path, file.lora, models[name], len(models)) for name, file in files.items()]
+    """Recognise LoRA files. Raises ValueError if that fails. taken: of `_taken_by`."""
+    found = []
+    for name, file in files.items():
+        linears_of = family_of(models[name]).linears_in_loras
+        every = None if linears_of is None else linears_of(models[name])
+        found.append([] if every is None else lora_claims(file.path, file.lora, every, len(models)))
     known = {claim.recipe for claims in found for claim in claims}
     if len(known) != 1 or [] in found:
         names = ", ".join(file.path.name for file in files.values())

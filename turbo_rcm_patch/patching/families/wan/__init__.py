@@ -36,7 +36,7 @@ from .graph import GRAPHED, WAN_BLOCK, transformer_forward
 from .inputs import pipeline_inputs
 from .modulation import embedder_forward
 from .names import WAN_NAMES
-from .parts import FIRST_LAYER, wan_blocks
+from .parts import FIRST_LAYER, linears_in_loras, wan_blocks
 
 
 def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Targets:
@@ -75,4 +75,5 @@ WAN = Family(
     cases=CASES,
     inputs=pipeline_inputs,
     from_files=from_files,
+    linears_in_loras=linears_in_loras,
 )

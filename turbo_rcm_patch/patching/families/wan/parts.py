@@ -17,14 +17,12 @@ from .random_weights import RANDOM_WEIGHTS
 from .sizes import SIZES
 
 FIRST_LAYER = "patch_embedding"
+OF_AN_IMAGE = ("attn2.add_k_proj", "attn2.add_v_proj")  # only in models that take one
 # The linears for keys and values of a prompt see few tokens, so that 8 bits do not make them faster, but they are an
 # eighth of a block's weights.
 LINEARS = {
     "self_attention": ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
-    "cross_attention": (
-        *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
-        *("attn2.add_k_proj", "attn2.add_v_proj"),  # of an image, if the model takes one
-    ),
+    "cross_attention": ("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0", *OF_AN_IMAGE),
     "feed_forward": ("ffn.net.0.proj", "ffn.net.2"),
 }
 
@@ -62,6 +60,12 @@ def wan_blocks(
         random_weights=RANDOM_WEIGHTS,
         sparse=sparse,
     )
+
+
+def linears_in_loras(transformer: nn.Module) -> set[str]:
+    """Return the paths of the linears that every LoRA of a distilled Wan changes, VACE's control blocks left out."""
+    names = [name for names in LINEARS.values() for name in names if name not in OF_AN_IMAGE]
+    return {f"blocks.{i}.{name}" for i in range(len(transformer.blocks)) for name in names}
 
 
 def _rotate(kind: WanBlock, attn: nn.Module, x: torch.Tensor, rotary: object) -> torch.Tensor:
