@@ -160,8 +160,6 @@ def steps_table(runs: dict) -> str:
         "slower than dense attention in 8 bits.\n"
         "- The memory of whole videos is in their own table, because decoding counts in it.\n"
         "- Weights outside the blocks stay in bf16. Their share is larger in models with fewer layers.\n"
-        "- In runs with torchao up to commit de2fbdb, torchao's tuning applied to the whole process. There "
-        "torch.compile tuned its kernels too, and took as long to compile.\n"
         "- Runs with torchao before commit 56fbabd counted its weights as twice what they take. The peaks of all their "
         "variants came out too low by the rest, so they are left out.\n"
         "- The embedded model's latents are far from eager's if an error changes what it draws. This happens with this "
