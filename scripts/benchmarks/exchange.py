@@ -116,9 +116,9 @@ def _ways_to_8_bits(
 ) -> dict[str, Callable[[], object]]:
     """Return the parts of both ways from a GPU's tokens, before norm and RoPE, to all tokens of its heads in 8 bits.
 
-    The package puts q, k and v in 8 bits after the exchange. Of the other way only the time is right: its values have
-    the mean of k and the scale of v of each GPU's own tokens. If 128 does not divide these tokens, k's groups and v
-    have gaps, which the attention's kernels do not read.
+    The package puts q, k and v in 8 bits after the exchange. The other way has the right time, but not the right
+    values: the mean of k and the scale of v are those of each GPU's own tokens. If 128 does not divide these tokens,
+    k's groups and v have gaps, which the attention's kernels do not read.
     """
     tokens, heads, head_dim = parts[0].shape[1:]
     q, k, v = (part.flatten(2) for part in parts)

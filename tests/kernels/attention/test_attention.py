@@ -218,7 +218,7 @@ def test_gradients_match_autograd_through_the_reference(device, shape, coefficie
             assert actual.shape == x.shape
             assert actual.dtype == x.dtype
             if x.dim() == 4:
-                # As FlashAttention, the kernels round p and its gradient to the dtype, which the reference may not.
+                # The kernels round p and its gradient to the dtype, as FlashAttention does. The reference may not.
                 assert_no_worse(actual, low, exact, factor=1.5)
         factors = (inputs[3], attention(*_double(*inputs[:3])))
         for actual, exact, factor in zip(grads[4:], oracle[4:], factors, strict=False):

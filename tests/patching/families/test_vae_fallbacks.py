@@ -1,4 +1,4 @@
-"""When diffusers' own decoder runs in a patched VAE, and that the summary says so."""
+"""A patched VAE falls back to diffusers' own decoder, and the summary says why."""
 
 import accelerate
 import pytest

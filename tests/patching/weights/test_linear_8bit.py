@@ -108,7 +108,7 @@ def test_one_compiled_graph(by, monkeypatch):
             assert relative_error(compiled(x), linear(x)) <= 1e-3
 
 
-# Where the kernels are not taken
+# Autocast, function transforms and LoRA
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -41,7 +41,7 @@ class VaePlan:
     def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], of_image: bool = False) -> Step:
         """Return the step of a convolution, for x of this shape without the frames before it.
 
-        of_image: True if x is an image. Of the window only the last frame counts then, because there are zeros before.
+        of_image: True if x is an image. Only the window's last frame counts then, because there are zeros before.
         """
         key = convolution, conv, shape, of_image
         if (known := self._steps.get(key)) is not None:
