@@ -98,10 +98,10 @@ TOTALS = {"two_passes": ("projection", "skip"), "one_pass": ("fused",)}
 
 def skip_saves(runs: dict, block: dict[str, float]) -> float:
     """Return the share of a compiled 1.3B block that the fused skips of its three projections save."""
-    speed = {result["case"]: result["timings"] for result in runs["ops"]["results"]}
+    speed = {OpKey.parse(result["case"]): result["timings"] for result in runs["ops"]["results"]}
     saved = 0.0
-    for case, count in (("linear_skip 32760×1536×1536", 2), ("linear_skip 32760×1536×8960", 1)):
-        times = speed[case]
+    for channels, count in ((1536, 2), (8960, 1)):
+        times = speed[OpKey("linear_skip", (32760, 1536, channels))]
         saved += count * (times["torch + compiled"]["milliseconds"] - times["linear_skip"]["milliseconds"])
     return saved / sum(block.values())
 
