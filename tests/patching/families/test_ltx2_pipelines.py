@@ -1,13 +1,20 @@
-"""LTX-2's pipelines patched: videos with sound, LoRA files, offloading, steps, and what is refused."""
+"""LTX-2's pipelines patched: videos with sound, LoRA files, offloading, caches, steps, and what is refused."""
 
 import pytest
 import torch
+from diffusers import (
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
 
 import turbo_rcm_patch as trp
 from tests.official_ltx2 import official_ltx2
 from tests.oracle import relative_error
 from tests.tiny_ltx2 import LTX2_PIPELINES, tiny_ltx2_call, tiny_ltx2_pipeline
 from turbo_rcm_patch.bench.cases import add_random_projections
+from turbo_rcm_patch.patching.families.ltx2.connector_free import WITHOUT_GUIDANCE
 from turbo_rcm_patch.patching.families.ltx2.forward import block_forward
 from turbo_rcm_patch.tiers import EXACT
 
@@ -94,6 +101,59 @@ def test_offloading_on_a_gpu(offload, first):
         step()
     patched_outputs, expected = (pipe(**tiny_ltx2_call(device="cuda")) for pipe in (patched, plain))
     assert_same(patched_outputs, expected, 1e-4)
+
+
+TAYLOR_SEER = {"cache_interval": 2, "disable_cache_before_step": 1, "taylor_factors_dtype": torch.float32}
+# name: builds the cache's config for a pipeline. Each of the first three computes two of three steps.
+CACHES = {
+    "PyramidAttentionBroadcast": lambda pipe: PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 1001),
+        current_timestep_callback=lambda: pipe.current_timestep,
+    ),
+    "TaylorSeer": lambda _: TaylorSeerCacheConfig(**TAYLOR_SEER),
+    "TaylorSeer of all attentions": lambda _: TaylorSeerCacheConfig(
+        **TAYLOR_SEER, cache_identifiers=[r"transformer_blocks\.\d+\..*attn\d?"]
+    ),
+    "FirstBlockCache": lambda _: FirstBlockCacheConfig(),
+    "MagCache": lambda _: MagCacheConfig(calibrate=True),
+}
+NOT_FOR_LTX2 = ("FirstBlockCache", "MagCache")  # diffusers 0.42.1 has not registered the class of LTX-2's blocks
+
+
+@pytest.mark.parametrize("first", ["cache", "patch"])
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_of_diffusers_does_what_it_does_unpatched(name, first):
+    """Without guidance: diffusers' PyramidAttentionBroadcast would mix up the several runs of a step."""
+    patched, plain = tiny_ltx2_pipeline(), tiny_ltx2_pipeline()
+    make = lambda pipe: pipe(**tiny_ltx2_call(num_inference_steps=3, **WITHOUT_GUIDANCE))  # noqa: E731
+    base = make(plain)
+    if first == "patch":
+        patch = trp.patch(patched)
+    refusals = [refusal(pipe, CACHES[name](pipe)) for pipe in (patched, plain)]
+    if first == "cache":
+        patch = trp.patch(patched)
+    expected = make(plain)
+    assert_same(make(patched), expected)
+    assert refusals[0] == refusals[1]
+    if name in NOT_FOR_LTX2:
+        assert "LTX2VideoTransformerBlock'> not registered" in refusals[0]
+        assert_same(expected, base, 0.0)
+    else:
+        assert refusals[0] is None
+        assert relative_error(expected[0], base[0]) > 1e-3
+        patched.transformer.disable_cache()
+    patch.restore()
+    assert_same(make(patched), base, 0.0)
+
+
+def refusal(pipe, cache):
+    """Switch a cache on, and return diffusers' error if it refuses."""
+    try:
+        pipe.transformer.enable_cache(cache)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def test_exact_steps_are_counted():
