@@ -13,7 +13,7 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from PIL import Image
 
-from tests.tiny_families import tiny_family_transformer
+from tests.tiny_families import AUDIO_HEAD_DIM, HEAD_DIM, HEADS, tiny_family_transformer
 from tests.tiny_wan import TEXT_DIM, built_once, seeded, tiny_wan_pipeline
 
 LTX2_PIPELINES = {"text": LTX2Pipeline, "image": LTX2ImageToVideoPipeline, "condition": LTX2ConditionPipeline}
@@ -21,8 +21,8 @@ HEIGHT, WIDTH, FRAMES = 64, 96, 5  # 72 tokens
 CHANNELS, PROMPT_TOKENS, REGISTERS, ENCODER_LAYERS = 4, 8, 8, 3
 
 
-def tiny_ltx2_pipeline(kind="text", dtype=torch.float32):
-    """A pipeline on the CPU."""
+def tiny_ltx2_pipeline(kind="text", dtype=torch.float32, family="ltx2"):
+    """A pipeline on the CPU. The family is "ltx2" or "ltx2.3"."""
     latents = {f"{stream}{end}_channels": CHANNELS for stream in ("", "audio_") for end in ("in", "out")}
     pipe = LTX2_PIPELINES[kind](
         scheduler=FlowMatchEulerDiscreteScheduler(),
@@ -30,8 +30,8 @@ def tiny_ltx2_pipeline(kind="text", dtype=torch.float32):
         audio_vae=_audio_vae().to(dtype),
         text_encoder=None,
         tokenizer=None,
-        connectors=_connectors().to(dtype),
-        transformer=tiny_family_transformer("ltx2", dtype, **latents),
+        connectors=_connectors(family).to(dtype),
+        transformer=tiny_family_transformer(family, dtype, **latents),
         vocoder=_vocoder().to(dtype),
     )
     pipe.set_progress_bar_config(disable=True)
@@ -124,12 +124,18 @@ def _audio_vae():
 
 
 @built_once
-def _connectors():
+def _connectors(family):
+    """Those of LTX-2.3 have gates, and give each stream embeddings of its own width, as its blocks project none."""
     config = {"caption_channels": TEXT_DIM, "text_proj_in_factor": ENCODER_LAYERS, "connector_rope_base_seq_len": 32}
-    for stream in ("video", "audio"):
+    newer = family == "ltx2.3"
+    config |= {"per_modality_projections": newer, "proj_bias": newer, "rope_type": "split" if newer else "interleaved"}
+    for stream, head_dim in (("video", HEAD_DIM), ("audio", AUDIO_HEAD_DIM)):
+        width = HEADS * head_dim if newer else TEXT_DIM
         config |= {
+            f"{stream}_hidden_dim": width,
+            f"{stream}_gated_attn": newer,
             f"{stream}_connector_num_attention_heads": 2,
-            f"{stream}_connector_attention_head_dim": TEXT_DIM // 2,
+            f"{stream}_connector_attention_head_dim": width // 2,
             f"{stream}_connector_num_layers": 1,
             f"{stream}_connector_num_learnable_registers": REGISTERS,
         }

@@ -44,6 +44,20 @@ def test_every_pipeline_makes_the_same_video_and_sound(kind, on):
     assert_same(make(), expected, 0.0)
 
 
+def test_perturbed_guidance_of_ltx2_3():
+    """Guidance runs each step once more, and there perturbs the self-attention of one block, in both streams."""
+    pipe = tiny_ltx2_pipeline(family="ltx2.3")
+    call = {"stg_scale": 1.0, "audio_stg_scale": 1.0, "output_type": "np"}
+    make = lambda block: pipe(**tiny_ltx2_call(**call, spatio_temporal_guidance_blocks=[block]))  # noqa: E731
+    expected, not_perturbed = make(1), make(2)  # there is no block 2
+    for ours, theirs in zip(map(torch.as_tensor, expected), map(torch.as_tensor, not_perturbed), strict=True):
+        assert relative_error(ours, theirs) > 1e-3
+    with trp.patch(pipe):
+        assert pipe.transformer.transformer_blocks[1].forward.__func__ is block_forward
+        assert_same(make(1), expected)
+    assert_same(make(1), expected, 0.0)
+
+
 def lora_tensors(transformer):
     """A LoRA of both streams, the attentions between them and layers before the blocks, as diffusers saves it."""
     generator, tensors = torch.Generator().manual_seed(6), {}
