@@ -1,4 +1,4 @@
-"""Pipelines of Wan's relatives: the same video patched, with AnyFlow's own sampler and ChronoEdit's image."""
+"""Pipelines of Wan's relatives: the same video patched, with AnyFlow's own sampler, ChronoEdit's image and a LoRA."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,12 @@ from diffusers import (
     ChronoEditTransformer3DModel,
     FlowMapEulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
 )
 from PIL import Image
 
 import turbo_rcm_patch as trp
+from tests import lora_files
 from tests.oracle import relative_error
 from tests.tiny_families import HEAD_DIM, HEADS, SMALL
 from tests.tiny_vae import Z_DIM, tiny_vae
@@ -48,19 +50,43 @@ def pipeline(name):
     return pipe, {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2, **more, "output_type": "np"}
 
 
+def video_of(pipe, call):
+    return torch.as_tensor(pipe(**call, generator=torch.Generator().manual_seed(0)).frames)
+
+
 @pytest.mark.parametrize("name", ["anyflow", "chronoedit"])
 def test_the_same_video(name):
     pipe, call = pipeline(name)
-
-    def video():
-        return torch.as_tensor(pipe(**call, generator=torch.Generator().manual_seed(0)).frames)
-
-    expected = video()
+    expected = video_of(pipe, call)
     assert expected.std() > 0.05
     with trp.patch(pipe) as patch:
-        assert relative_error(video(), expected) <= 1e-5
+        assert relative_error(video_of(pipe, call), expected) <= 1e-5
         assert "PyTorch module" not in patch.summary()
         state = vae_state(pipe.vae)
         assert not state.eager
         assert not state.eager_encodes
-    assert torch.equal(video(), expected)
+    assert torch.equal(video_of(pipe, call), expected)
+
+
+@pytest.mark.parametrize("first", ["LoRA", "patch"])
+def test_chronoedit_with_a_lora_and_the_scheduler_of_its_distilled_one(first):
+    """The settings are those that NVIDIA publishes for the LoRA of 8 steps."""
+    (plain, call), (patched, _) = pipeline("chronoedit"), pipeline("chronoedit")
+    call |= {"num_inference_steps": 8, "guidance_scale": 1.0}
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 2.0}
+    lora = lora_files.diffusers(plain.transformer, ranks=(4,)).tensors
+    for pipe in (plain, patched):
+        pipe.scheduler = UniPCMultistepScheduler(**flow)
+    base = video_of(plain, call)
+    if first == "patch":
+        patch = trp.patch(patched)
+    for pipe in (plain, patched):
+        pipe.load_lora_weights(dict(lora))
+    if first == "LoRA":
+        patch = trp.patch(patched)
+    expected = video_of(plain, call)
+    assert relative_error(expected, base) > 0.01
+    assert relative_error(video_of(patched, call), expected) <= 1e-5
+    assert "+ LoRA" in patch.summary()
+    patch.restore()
+    assert torch.equal(video_of(patched, call), expected)
