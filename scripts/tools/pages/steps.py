@@ -307,11 +307,12 @@ def whole_videos_table(runs: dict) -> str:
     return (
         "Whole videos, from a prompt to frames in numpy, with LTX-2 also to the sound, medians over repeats. A prompt "
         "has 512 tokens, and patched variants have a patched text encoder; videos without a time for the text begin "
-        "with the prompt's embeddings. The peaks of those from a prompt include the text encoder. Targets are seconds, "
-        "and speed-ups: of the total over compile, and of decoding over eager and over compile, which compiles the "
-        "decoder too. A decode may not take more memory than eager, or have more than "
-        f"{ACCURACY_FACTOR} times its error. The error is that of the first 33 frames. TFLOP/s count the "
-        "multiplications of diffusers' decoder, which convolves enlarged images:\n\n" + table_of(VIDEOS_HEADER, rows)
+        "with the prompt's embeddings, those of LTX-2 with embeddings as its connectors give them. The peaks of those "
+        "from a prompt include the text encoder. Targets are seconds, and speed-ups: of the total over compile, and of "
+        "decoding over eager and over compile, which compiles the decoder too. A decode may not take more memory than "
+        f"eager, or have more than {ACCURACY_FACTOR} times its error. The error is that of the first 33 frames. "
+        "TFLOP/s count the multiplications of diffusers' decoder, which convolves enlarged images:\n\n"
+        + table_of(VIDEOS_HEADER, rows)
     )
 
 
