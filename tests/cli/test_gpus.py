@@ -83,6 +83,9 @@ def run_all(rank, folder):
     """The command in one process and the example in another, each of which starts two."""
     use_one_thread()
     torch.set_num_threads = lambda count: None  # accelerate calls it, which torch 2.14 refuses in a fork of a fork
+    # By default transformers loads weights in several threads. In a fork PyTorch first replaces its thread pool, and
+    # threads that need it meanwhile raise "Invalid thread pool!" or hang. The command and torchrun do not fork.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     gpus.START_METHOD = "fork"
     torch.cuda.device_count = torch.accelerator.device_count = lambda: 2
     outcomes = {}
