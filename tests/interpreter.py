@@ -99,7 +99,7 @@ def handle_of(values, dtype):
 
 
 def in_one_call(compute, known, through_triton):
-    """Return an operator that is one call of numpy. Where two types meet for the first time, Triton computes it: that
+    """Return an operator that is one call of numpy. Triton computes it when two types meet for the first time: that
     shows the result's type, and whether numpy computes the same."""
 
     def operate(one, other):

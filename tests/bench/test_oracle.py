@@ -1,4 +1,4 @@
-"""What an oracle is computed for: the first call of each module while something runs."""
+"""An oracle is computed for the first call of each module while something runs."""
 
 import torch
 

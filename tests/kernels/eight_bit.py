@@ -15,7 +15,7 @@ from turbo_rcm_patch.kernels.quantized import (
 from turbo_rcm_patch.tiers import EXACT
 
 FORMATS = (INT8, FP8)
-# Tensor cores of sm_89 and sm_90 add products of e4m3, 32 at a time. Of the sums they keep 13 bits behind the first. So
+# Tensor cores of sm_89 and sm_90 add products of e4m3, 32 at a time. They keep 13 bits of the sums behind the first. So
 # each time at most a unit of the last bit is lost.
 FP8_STEP, FP8_LOSS = 32, 2.0**-13
 

@@ -70,7 +70,7 @@ class Comparison:
 
     def difference(self) -> tuple[np.ndarray, int]:
         """Return the patched video minus the first one, [F, H, W, 3], amplified, and the factor: the largest power of
-        two that keeps the difference in [0, 1]. Where a video is NaN, the difference is 1."""
+        two that keeps the difference in [0, 1]. NaN in a video counts as a difference of 1."""
         difference = np.nan_to_num(np.abs(self.variants[-1].video - self.variants[0].video), nan=1.0)
         largest = float(difference.max())
         gain = 2 ** math.floor(-math.log2(largest)) if largest else 1

@@ -62,7 +62,7 @@ TIERS = {
 
 
 def gates(model):
-    """What had its own gate in the last call: of the video's own sub-layers, and in its attention to the sound."""
+    """Return what had its own gate in the last call: in the video's sub-layers, and in its attention to the sound."""
     calls = {state_of(block).plans.latest for block in model.transformer_blocks}
     return {(call.stream.gate, call.gate_of_video, call.audio.gate) for call in calls}
 

@@ -395,7 +395,7 @@ def gpu_steps_with_runs(config):
 
 
 def large_inputs_with_runs(model, step, call):
-    """What `inputs_with_runs` returns, for `large_model_and_inputs`: a rank's share is longer than the first frame."""
+    """Return the inputs of `inputs_with_runs` for `large_model_and_inputs`: a share is longer than the first frame."""
     inputs = tiny_transformer_inputs(model, 1, frames=5, height=48, width=64, seed=step)
     timestep = torch.full((1, 5 * 24 * 32), 900.0 - 100 * step)
     if call == "f":

@@ -45,7 +45,7 @@ def test_frames_are_the_published_ones(tmp_path, monkeypatch, kind, frames):
 
 
 def test_the_frames_that_are_made_are_marked_before_later_ones(tmp_path, monkeypatch):
-    """Of two samples the first has all its frames at the first mark."""
+    """The first of two samples has all its frames at the first mark."""
     vae, file = vae_for("taew2_1"), tiny_file(tmp_path)
     made, z = latents(vae, 3)
     expected = published_sample(file, "taew2_1", made)

@@ -126,7 +126,7 @@ def test_what_is_launched_is_what_the_summary_says(capability, dtype, converted_
     assert rows["self_attention", "attention"].kernel.endswith("int8, e4m3" if fp8 else "int8, fp16")
     assert rows["feed_forward", "linear + skip"].kernel.endswith("e4m3" if fp8 else "int8")
     assert not rows["feed_forward", "linear + GELU"].reasons
-    # Where the producer knows each row's largest value, or a bound of it, nothing is quantised apart.
+    # Nothing is quantised apart if the producer knows each row's largest value, or a bound of it.
     apart = {key for key, row in rows.items() if APART in row.reasons}
     assert ("cross_attention", "K and V projections") in apart
     assert len(apart) == (1 if fp8 else 4)

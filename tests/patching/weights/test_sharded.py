@@ -18,7 +18,7 @@ from turbo_rcm_patch.patching.weights.quantize_linears import is_quantized
 def model_and_inputs(device="cpu"):
     """Return a model and its inputs, in bf16 with some parts in fp32, as diffusers loads it.
 
-    Where parameters want gradients, fully_shard takes one dtype only.
+    fully_shard takes one dtype only, if parameters want gradients.
     """
     model = tiny_wan_transformer(dtype=torch.bfloat16).to(device).requires_grad_(False)
     inputs = tiny_transformer_inputs(model)
