@@ -146,6 +146,32 @@ def test_two_boxes_share_the_rows_of_the_weight(name, programs, has_front, on_cp
         check(on_cpu(tensors, upsample, interleave, programs), tensors, upsample, interleave)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "programs"),
+    [
+        *((SIZES[name], 2) for name in ("upsampled", "192 columns, 96 channels", "upsampled and interleaved")),
+        *((SHARED["upsampled, 512"], count) for count in (1, 3)),
+        ((2, 1, 8, 8, 64, 256, 1, 3, True, 1), 2),  # one box per phase and sample, of two in a tile
+    ],
+)
+def test_upsampling_that_is_folded_into_the_weight(sizes, programs, on_cpu, monkeypatch):
+    """Sixteenths up to 2, whose sums are exact in fp16."""
+    monkeypatch.setattr(conv_sm90, "device_properties", lambda device: ((9, 0), 2))
+    x, weight, bias, residual = operands(*sizes)
+    weight = (weight * 16).round().clamp(-32, 32) / 16
+    expected = reference.conv_skip(*(t.double() for t in (x, weight, bias, residual)), None, True, sizes[-1])
+    out = torch.full(expected.shape, torch.nan, dtype=x.dtype)
+    launch = partial(conv_sm90.launch, x, None, folded(weight), bias, residual, out, True, sizes[-1])
+    gluon_on_cpu.run_launches(monkeypatch, conv_sm90, launch, MODULES, programs, programs)
+    assert_no_worse(out, expected.half(), expected)
+
+
+def folded(weight):
+    """Return the windows of the four phases. An even row reads the row before it once and its own twice."""
+    phases = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]]).to(weight)
+    return torch.einsum("pai,qbj,nijc->npqabc", phases, phases, weight[:, 0]).flatten(1, 2).contiguous()
+
+
 def test_without_bias_and_residual(on_cpu):
     x, weight, _, _ = operands(*SIZES["96 columns"])
     tensors = (x, weight, None, None)

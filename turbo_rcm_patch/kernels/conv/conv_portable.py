@@ -85,6 +85,7 @@ def _launch_boxes(
     B, _, *edges, C = x.shape
     H, W = edges if factor is None else (edge - 2 for edge in edges)
     N, kt, kh, kw, _ = weight.shape
+    kt, windows = (1, kt) if upsample else (kt, 1)  # a folded weight has its phases there
     if kh == 1:
         H, W = edges = 1, H * W  # no pixel reads another
     capability, _ = device_properties(x.device)
@@ -95,7 +96,7 @@ def _launch_boxes(
     repeats = (1, 1, 1) if residual is None else residual_repeats(residual.shape, out.shape)
     boxes = B * T * phases * cdiv(H, tiles.box_height) * cdiv(W, tiles.box_width)
     images = [None if frames is None else frames.view(-1, *edges, C) for frames in (x, front)]
-    weights = weight.view(N, kt * kh * kw, C).transpose(0, 1)
+    weights = weight.view(N, windows * kt * kh * kw, C).transpose(0, 1)
     operands = (*images, weights, None)
     if descriptors:
         box = [1, tiles.box_height, tiles.box_width, tiles.depth]
@@ -157,6 +158,7 @@ def _conv_skip_kernel(
     x: [B · (T + KT − 1 − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. With a factor both are two pixels
     higher and wider.
     weight: [KT · KH · KH, N, C], a view of a packed [N, KT · KH · KH, C]. N counts the rows for all interleaved frames.
+    A window of 2×2 that upsamples has [4 · KH · KH, N, C], for the phases of the result (conv_fold.py).
     weight_tail: the weight's descriptor for the tail columns of a tile, past a power of two.
     boxes: the number of boxes in all frames and phases.
     REPEATS: how often the residual's frames, rows and columns count.
@@ -173,7 +175,9 @@ def _conv_skip_kernel(
     sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
     column = column_tile * (COLUMNS + TAIL)
     begin = frame - FRONT  # of the window, counted in the sample's frames of x
-    place = (top + BORDER, left + BORDER, phase_y, phase_x, column)
+    WINDOWS: tl.constexpr = 4 if UPSAMPLE and KH == 2 else 1
+    of_phase = (2 * phase_y + phase_x) * TAPS if WINDOWS > 1 else 0
+    place = (top + BORDER, left + BORDER, phase_y, phase_x, column, of_phase)
     edges = (H + 2 * BORDER, W + 2 * BORDER)
     weights = (weight, weight_tail if DESCRIPTORS else weight)
     acc = tl.zeros((ROWS, COLUMNS), SUM)
@@ -187,11 +191,11 @@ def _conv_skip_kernel(
         steps_in_front = tl.maximum(-begin, 0) * (KH * KH * CHUNKS)
         acc, acc_tail = _add_steps(
             acc, acc_tail, 0, steps_in_front, front, sample * FRONT + frame, weights, place, *edges, N,
-            C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
+            C, KH, WINDOWS * TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
         )  # fmt: skip
     acc, acc_tail = _add_steps(
         acc, acc_tail, steps_in_front, TAPS * CHUNKS, x, sample * (T + KT - 1 - FRONT) + begin, weights,
-        place, *edges, N, C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
+        place, *edges, N, C, KH, WINDOWS * TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
     )  # fmt: skip
     SCALE: tl.constexpr = 2 if UPSAMPLE else 1
     pixels_of_frame = SCALE * H * SCALE * W
@@ -214,16 +218,16 @@ def _conv_skip_kernel(
 @triton.jit
 def _add_steps(
     acc, acc_tail, first, last, x, image, weights, place, H, W, N,
-    C: tl.constexpr, KH: tl.constexpr, TAPS: tl.constexpr, CHUNKS: tl.constexpr, UPSAMPLE: tl.constexpr,
+    C: tl.constexpr, KH: tl.constexpr, ROW: tl.constexpr, CHUNKS: tl.constexpr, UPSAMPLE: tl.constexpr,
     DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Return a tile's sums with the products of the steps from first to last added.
 
     x: the source of these steps, front or x itself. image: the index in it of the window's first frame, which may lie
-    before its beginning. weights: those for the columns and for the tail.
+    before its beginning. weights: those for the columns and for the tail. ROW: the positions in a row of the weight.
     """
-    top, left, phase_y, phase_x, column = place
+    top, left, phase_y, phase_x, column, of_phase = place
     for step in range(first, last):
         tap = step // CHUNKS
         c = step % CHUNKS * DEPTH
@@ -231,10 +235,10 @@ def _add_steps(
         shift_x = find_shift(tap % KH, phase_x, KH, UPSAMPLE)
         source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
         a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
-        w_tile = _load_weight(weights[0], tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
+        w_tile = _load_weight(weights[0], of_phase + tap, column, c, N, C, ROW, DESCRIPTORS, COLUMNS, DEPTH)
         acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=acc.dtype)
         if TAIL:
-            w_tail = _load_weight(weights[1], tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
+            w_tail = _load_weight(weights[1], of_phase + tap, column + COLUMNS, c, N, C, ROW, DESCRIPTORS, TAIL, DEPTH)
             acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee", out_dtype=acc.dtype)
     return acc, acc_tail
 
@@ -261,7 +265,7 @@ def _load_box(
 
 @triton.jit
 def _load_weight(
-    weight, tap, column, c, N, C: tl.constexpr, TAPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    weight, tap, column, c, N, C: tl.constexpr, ROW: tl.constexpr, DESCRIPTORS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Load channels c..c+DEPTH of the weight's rows at a position in its window, [COLUMNS, DEPTH], with zeros past the
@@ -271,7 +275,7 @@ def _load_weight(
     else:
         rows = column + tl.arange(0, COLUMNS)
         channels = c + tl.arange(0, DEPTH)
-        offsets = rows.to(tl.int64) * (TAPS * C) + tap * C
+        offsets = rows.to(tl.int64) * (ROW * C) + tap * C
         mask = (rows < N)[:, None] & (channels < C)[None, :]
         return tl.load(weight + offsets[:, None] + channels[None, :], mask=mask, other=0)
 

@@ -7,6 +7,7 @@ zeros. The sums are in fp32 and rounded once. No gradient: under autograd the re
 
     upsample     every pixel of x stands for 2×2 pixels: H' = 2H, W' = 2W. Output pixels have four phases: even and odd
                  rows and columns. All pixels of a phase read x at the same offsets, so a tile has pixels of one phase.
+                 In bf16 the doubling is folded into the weight (conv_fold.py).
     interleave   with 2, W has the rows for two frames, one after the other. Result frame 2t + i comes from rows i.
     residual     of an upsampled result it may have half the frames, rows or columns. Each of these is then read twice.
 
@@ -27,6 +28,7 @@ from ..choice.measured import why_torch
 from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, Spec, spec_of, why_not_ours, why_not_reference
 from ..dispatch import is_sm90, kernels_op
 from . import conv_portable, conv_rows_sm90, conv_sm90
+from .conv_fold import fold_input, fold_weight, folds
 from .conv_pytorch import convolve
 from .conv_rows_sm90 import ROWS_ONCE
 from .conv_tiles import residual_repeats
@@ -182,11 +184,13 @@ def _launch_portable(x, weight, bias, residual, front, upsample, interleave):
 
 
 def _packed(x, weight, bias, residual, front, upsample, interleave):
-    """Return an uninitialised out, and x, front, weight, bias and residual, packed."""
+    """Return an uninitialised out, and x, front, weight, bias and residual as the kernels take them, packed."""
     out = x.new_empty(result_shape(x, weight, front, upsample, interleave))
     front = None if front is None or weight.shape[1] == 1 else front.contiguous()  # it may have no frames
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
+    if folds(x.dtype, upsample):
+        return out, fold_input(x), front, fold_weight(weight), bias, residual
     return out, x.contiguous(), front, pack_weight(weight), bias, residual
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -204,18 +205,19 @@ def _part(sizes: _Sizes, first: int, last: int, shared: bool) -> _Part:
     _, kt, kh, _, _ = weight
     if kh == 1:
         H, W = edges = 1, H * W  # no pixel reads another
+    kt = 1 if upsample else kt  # a folded weight has its phases there
     N, T, scale = last - first, out[1] // interleave, 2 if upsample else 1
     pixels, (columns, tail) = PIXELS, choose_tile(N, upsample, interleave)
     if shared:
         pixels, (columns, tail) = SHARED_PIXELS, (SHARED_COLUMNS, 0)
     box, of_tile = choose_box(H, W, pixels), 2 if shared else 1
     depth, rest = choose_depths(C, in_8_bits)
-    boxes = cdiv(count_boxes(B * T, H, W, upsample, pixels), of_tile)
+    boxes = scale**2 * cdiv(count_boxes(B * T, H, W, False, pixels), of_tile)
     step_bytes = (PIXELS + columns + tail) * (depth + rest) * dtype.itemsize
     staging_bytes = PIXELS * (columns + tail) * result.itemsize
     repeats = (1, 1, 1) if residual is None else tuple(map(cdiv, out[1:4], residual[1:4]))
     images = [None if frames is None else (frames[0] * frames[1], *edges, C) for frames in (x, front)]
-    rows, chunk = (N, kt * kh * kh * C), min(64, tail or columns)
+    rows, chunk = (N, prod(weight[1:])), min(64, tail or columns)
     channels = N // interleave
     old = residual and (residual[0] * residual[1], H, scale // repeats[1], W, scale // repeats[2] * channels)
     new = out[0] * out[1], H, scale, W, scale * channels

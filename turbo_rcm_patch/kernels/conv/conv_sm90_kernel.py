@@ -55,7 +55,8 @@ def conv_kernel(
     """Compute tiles of the convolution. x to out are TMA descriptors. residual, factor and bias may be None.
 
     front: the KT − 1 frames before x, or None if x begins with them. T, H, W: x's sizes without these frames.
-    weight: [N, KT · KH · KH · C], where N counts the rows of all interleaved frames.
+    weight: [N, KT · KH · KH · C], where N counts the rows of all interleaved frames. A window of 2×2 that upsamples has
+    [N, 4 · KH · KH · C], for the phases of the result (conv_fold.py).
     tail: the weight for the TAIL columns of a tile past a power of two, or None.
     x_rest, front_rest, weight_rest, tail_rest: for the rest of a step's channels past a power of two, or None.
     factor: [N] fp32 for operands in int8.
@@ -141,7 +142,8 @@ def _locate(
     boxes, T, H, W, N = sizes
     ROWS: gl.constexpr = BOXES * BOX_H * BOX_W
     _, box, column_tile = _locate_in_group(tile, boxes, gl.cdiv(N, COLUMNS), 2 * ROWS * K, 2 * COLUMNS * K)
-    box = box * BOXES + PART
+    PHASES: gl.constexpr = 4 if UPSAMPLE else 1
+    box = (box // PHASES * BOXES + PART) * PHASES + box % PHASES  # the boxes of a tile have one phase
     sample, frame, top, left, phase_y, phase_x = _locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
     return sample, frame, top, left, phase_y, phase_x, column_tile * COLUMNS
 
@@ -191,6 +193,7 @@ def _load_operands(
         box = _locate(tile, sizes, TAPS * C, UPSAMPLE, BOX_H, BOX_W, COLUMNS + TAIL, BOXES, 0)
         other = _locate(tile, sizes, TAPS * C, UPSAMPLE, BOX_H, BOX_W, COLUMNS + TAIL, BOXES, BOXES - 1)
         column = box[6]
+        of_phase = (2 * box[4] + box[5]) * (TAPS * C) if UPSAMPLE and KH == 2 else 0
         for k in range(TAPS * CHUNKS):
             tap = k // CHUNKS
             slot = step % STAGES
@@ -203,11 +206,11 @@ def _load_operands(
             if BOXES > 1:
                 of_other = _place_in_window(other, tap, frames_of_x, KH, UPSAMPLE, FRONT, 2 - BYTES)
                 _load_box(sources, of_other, c, arrived, tiles[0], slot * BOXES + 1)
-            _load_rows(sources, column, tap * C + c, arrived, tiles, slot, TAIL)
+            _load_rows(sources, column, of_phase + tap * C + c, arrived, tiles, slot, TAIL)
             if REST:
                 c += DEPTH
                 _load_box(rests, place, c, arrived, rest_tiles[0], slot)
-                _load_rows(rests, column, tap * C + c, arrived, rest_tiles, slot, TAIL)
+                _load_rows(rests, column, of_phase + tap * C + c, arrived, rest_tiles, slot, TAIL)
             step += 1
 
 

@@ -105,8 +105,10 @@ def locate_box(box, T, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W:
 @triton.jit
 def find_shift(place, phase, KH: tl.constexpr, UPSAMPLE: tl.constexpr):
     """Return the offset, -1, 0 or 1, from a result's row or column to the row or column of x at a position in the
-    window."""
-    if UPSAMPLE:
+    window. A window of 2 has the doubling of pixels folded into it (conv_fold.py)."""
+    if UPSAMPLE and KH == 2:
+        return phase + place - 1
+    elif UPSAMPLE:
         return (phase + place + 1) // 2 - 1
     else:
         return place - KH // 2
