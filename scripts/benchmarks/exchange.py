@@ -4,7 +4,8 @@
 
 The parts are what the package runs, and for comparison: three messages instead of one, messages of half the bytes, an
 exchange that runs beside the attention, the whole with two halves of the heads, where one is sent while the other
-attends, and 8 bits before the exchange instead of after it. Every GPU times them, the first one reports.
+attends, q and k sent while the next of q, k and v is projected, and 8 bits before the exchange instead of after it.
+Every GPU times them, the first one reports.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.environment import describe_environment
@@ -107,7 +109,41 @@ def parts_of(options: argparse.Namespace, device: torch.device) -> dict[str, Cal
         "the whole, by halves of the heads": _by_halves(kernels.attention, (q, k, v), ranks, group, device),
         "the whole in 8 bits": partial(_whole, attend_in_8_bits, (q, k, v), ranks, group),
         "the whole in 8 bits, by halves of the heads": _by_halves(attend_in_8_bits, (q, k, v), ranks, group, device),
+        **_ways_to_project(q, ranks, group, device),
         **_ways_to_8_bits((q, k, v), ranks, group),
+    }
+
+
+def _ways_to_project(
+    q: torch.Tensor, ranks: int, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """Return the parts of projecting q, k and v from one input and exchanging them, without their norms and RoPE."""
+    heads, x = q.shape[2], q.flatten(2)
+    weights = torch.randn((3, x.shape[-1], x.shape[-1]), device=device, dtype=x.dtype)
+    side = Side(device)
+
+    def project(weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight).unflatten(2, (-1, heads, q.shape[3]))
+
+    def project_all() -> Sequence[torch.Tensor]:
+        return project(weights.flatten(0, 1)).unbind(2)
+
+    def after() -> torch.Tensor:
+        return exchanged(packed(project_all(), ranks), group)
+
+    def beside() -> list[torch.Tensor]:
+        projected, received = [], []  # the projected ones are kept until they are sent
+        for weight in weights:
+            projected.append(project(weight).squeeze(2))
+            with side:
+                received.append(exchanged(packed(projected[-1:], ranks), group))
+        side.join()
+        return received
+
+    return {
+        "project q, k and v": project_all,
+        "project, then exchange": after,
+        "project one by one, each sent beside the next": beside,
     }
 
 

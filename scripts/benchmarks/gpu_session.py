@@ -119,16 +119,18 @@ def _ltx2() -> dict[str, tuple[str, ...]]:
 def _on_several_gpus(gpus: int) -> dict[str, tuple[str, ...]]:
     """Return the steps with Ulysses. Whole videos are decoded in strips.
 
-    They run without torch.compile, which takes minutes to compile the decoder on every GPU.
+    TI2V-5B's, and those for the decoder's sake, run without torch.compile, which takes minutes to compile the decoder.
     """
-    decoded, alone = ("--decode", "--no-compile"), (*DECODED, "--no-compile")
+    without_compile = (*END_TO_END, "wan2.2-5b", "--decode", "--no-compile", *THRICE)
+    alone = (*DECODED, "--no-compile")
     steps = {
         "exchange-wan2.1-1.3b": (*EXCHANGE, "--heads", "12", "--tokens", "32760"),
         "exchange-wan2.1-14b-720p": (*EXCHANGE, "--heads", "40", "--tokens", "75600"),
         "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *EACH_TIER),
         "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", "--without-graphs", *EACH_TIER),
-        "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", *decoded, *EACH_TIER),
-        "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", *decoded, *EACH_TIER),
+        "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode", *EACH_TIER),
+        "wan2.2-5b-decoded": (*without_compile, "--preset", "exact", "quantized", "sparse"),
+        "wan2.2-5b-decoded-block-sparse": (*without_compile, *BLOCK_SPARSE),
         "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *alone),
         "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *alone),
     }

@@ -22,6 +22,8 @@ def one_process(rank, arguments, rendezvous):
             first, second = parts[f"{name}, by halves of the heads"]()
             halves = torch.cat([half.unflatten(2, (2, -1)) for half in (first, second)], 3).flatten(2, 3)
             torch.testing.assert_close(halves, parts[name]())
+        sent = torch.cat(parts["project one by one, each sent beside the next"](), 2)
+        torch.testing.assert_close(sent, parts["project, then exchange"]())
         check_8_bits(rank, parts)
         return parts
 
@@ -50,10 +52,10 @@ def test_every_part_is_timed(tmp_path):
     start_on_cpu(one_process, arguments, f"file://{tmp_path}/rendezvous")
     figures = json.loads((tmp_path / "exchange.json").read_text())
     assert figures["settings"] == {"ulysses": 2, "heads": 4, "tokens": 256, "head_dim": 64}
-    assert len(figures["milliseconds"]) == 23
+    assert len(figures["milliseconds"]) == 26
     page = exchange_table(figures)
     assert "| self-attention of 4×256×64 on 2 GPUs | ms |" in page
-    assert len(page.splitlines()) == 2 + 23
+    assert len(page.splitlines()) == 2 + 26
     assert all(value > 0 for value in figures["milliseconds"].values())
 
 
