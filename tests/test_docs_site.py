@@ -150,6 +150,6 @@ def test_the_theme_is_not_left_out():
 
     config = load_config(str(CONFIG))
     files = [File(f"assets/{name}", None, config.site_dir, True) for name in ("stylesheets/main.css", "a/b/c.js")]
-    files += [File(name, None, config.site_dir, True) for name in ("docs/page.png", "tests/README.md")]
+    files += [File(name, None, config.site_dir, True) for name in ("results/page.png", "tests/README.md")]
     set_exclusions(files, config)
     assert [file.inclusion is InclusionLevel.EXCLUDED for file in files] == [False, False, False, True]

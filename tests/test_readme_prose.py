@@ -115,7 +115,7 @@ def test_what_streams_on_24_gb_is_what_is_planned(name, title):
         verb = "streams" if len(named) == 1 else "stream"
         told.append(f"{' and '.join(named)} {verb}" if named else "all stays on the GPU")
     assert f"| Wan {title} | {told[0]} | {told[1]} |" in page
-    told = "A card with 24 GB holds all of 1.3B or TI2V-5B in 8 bits at 832×480; for 14B the text encoder streams"
+    told = "With 24 GB all of 1.3B or TI2V-5B stays in 8 bits; for 14B the text encoder streams"
     assert told in " ".join(README.split())
 
 

@@ -1,4 +1,5 @@
-"""Calls of every op that together launch every kernel with every tile, dtype, kind of coefficient and optional tensor.
+"""Calls of every op that together launch every kernel that needs no `tune`, with every tile, dtype, kind of
+coefficient and optional tensor.
 
 The compile gate runs them with meta tensors, records what they launch, and compiles it without a GPU
 (compile_without_gpu.py). Independent choices occur at least once each, and all choices that take registers occur

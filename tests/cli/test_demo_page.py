@@ -2,7 +2,7 @@
 
 This also writes the docs' picture of the page, after a video of the usual size, which takes a minute:
 
-    PAGE_PICTURE=docs/page.png pytest tests/cli/test_demo_page.py -k picture
+    PAGE_PICTURE=results/page.png pytest tests/cli/test_demo_page.py -k picture
 """
 
 import contextlib

@@ -124,7 +124,7 @@ def _in_backend(name: str, attend: Contender) -> torch.Tensor:
 
 
 class TunedOp(NamedTuple):
-    """How an op is timed. lists: the lists of kernels that its contest picks from.
+    """The contest in which an op is timed. lists: the lists of kernels that it picks from.
 
     rival: the name of what runs if the patch does not take our kernel. exact: the exact op in whose place a tier's op
     runs, or None for an op of the exact tier.

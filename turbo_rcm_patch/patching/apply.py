@@ -138,8 +138,9 @@ class Patch(Handle):
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     """Bind fused forwards on the transformers and the VAE of a diffusers pipeline, or on one of them.
 
-    The pipeline's video processor then converts the decoded video on the GPU. Module classes, `state_dict` and
-    `save_pretrained` stay the same. Parameters do too, except those that a tier stores in 8 bits.
+    The pipeline's video processor then converts the decoded video on the GPU. Module classes and parameters stay the
+    same, except for linears that a tier stores in 8 bits. `state_dict` and `save_pretrained` give the original weights.
+    They raise RuntimeError if those were freed (``restorable=False``).
 
     Args:
         target: a diffusers pipeline with a `transformer` (and possibly a `transformer_2`), a transformer of one of the

@@ -255,7 +255,7 @@ def read_verdicts(files: Iterable[Path]) -> dict[tuple[str, tuple[int, int]], Ve
 
 
 def read_slower_shapes(files: Iterable[Path]) -> dict[tuple[str, str], set[tuple[int, ...]]]:
-    """Return `slower_shapes` of the files."""
+    """Return, by GPU and op, the shapes at which our kernel was slower in the files."""
     found: dict[tuple[str, str], set[tuple[int, ...]]] = {}
     for file in files:
         measured = json.loads(file.read_text(encoding="utf-8"))

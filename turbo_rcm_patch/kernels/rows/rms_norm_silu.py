@@ -55,7 +55,8 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
 
 
 def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return x [B, T, ..., C] with adjacent channels, the rows of a sample, and the strides of samples and rows."""
+    """Return x [B, T, ..., C] with adjacent channels, the number of rows in a sample, and the strides of samples and
+    rows."""
     if x.is_contiguous():
         size, C = x.numel() // x.shape[0], x.shape[-1]
         return x, size // C, size, C

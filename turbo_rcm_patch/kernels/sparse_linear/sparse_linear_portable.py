@@ -133,7 +133,7 @@ def state_operand(state: torch.Tensor, capability: tuple[int, int]) -> torch.Ten
 
 @triton.jit
 def list_of(sample, head, heads, query, tokens, QUERIES: tl.constexpr):
-    """Return the index of the list of a query's block."""
+    """Return the index of the list of key blocks that a query's block reads."""
     return (tl.cast(sample, tl.int64) * heads + head) * tl.cdiv(tokens, QUERIES) + query // QUERIES
 
 

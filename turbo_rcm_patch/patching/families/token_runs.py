@@ -112,7 +112,7 @@ def with_runs_ahead(shared: Shared, runs: TimestepRuns | None) -> Iterator[None]
 
 
 def runs_ahead_here(shared: Shared) -> TimestepRuns | None:
-    """Return the runs that were found ahead of the forward that this thread computes, or None."""
+    """Return the runs that were found before the forward that this thread is in, or None."""
     ahead: Ahead | None = None if torch.compiler.is_compiling() else shared.timestep_runs
     return ahead.runs if ahead is not None and ahead.thread == threading.get_ident() else None
 

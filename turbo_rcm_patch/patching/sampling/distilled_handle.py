@@ -94,7 +94,7 @@ class DistilledHandle(FewStepHandle):
         self._unload()
 
     def prepare_latents(self, pipe: DiffusionPipeline, of_block: Callable | None, *args, **kwargs):
-        """Warn of changes to the LoRA since, then prepare the latents."""
+        """Warn if a LoRA was switched off or replaced since it was loaded, then prepare the latents."""
         for name, loaded in self._loaded.items():
             change = self._change_of(loaded)
             if change is not None and (warning := f"{name}: {change}") not in self._told:

@@ -1,4 +1,4 @@
-"""How `decide` chooses the steps of an LTX-2 block's sub-layers (sub_layers.py), for one kind of call (call.py)."""
+"""`decide` chooses the steps of an LTX-2 block's sub-layers (sub_layers.py), for one kind of call (call.py)."""
 
 from __future__ import annotations
 

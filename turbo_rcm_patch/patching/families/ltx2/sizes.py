@@ -82,7 +82,7 @@ def _rows(config: Mapping[str, object]) -> int:
 
 
 def _bytes_of_tables(config: Mapping[str, object]) -> int:
-    """Return the bytes per token of the video's RoPE tables, in fp32: of its own and of those between the streams."""
+    """Return the bytes per token of the video in RoPE tables, in fp32: for its self-attention and between streams."""
     columns = 1 if config.get("rope_type", "interleaved") == "split" else 2  # cos and sin, perhaps in pairs
     return FP32_BYTES * columns * sum(_widths(config))
 

@@ -342,8 +342,8 @@ def stages_of(decoder: nn.Module, *, is_image: bool = False, in_8_bits: bool = F
 def _alive_in_resnets(block: nn.Module) -> int:
     """Return the channels that are alive at once in a block's resnets.
 
-    They are the block's input and the larger of two: a norm's result, alone and behind the frames before; or a resnet's
-    input or shortcut, the input of a convolution, and its result.
+    The block's input is alive, and the larger of two sets: a norm's result, twice if frames are prepended to a copy of
+    it; or a resnet's input or shortcut, a convolution's input, and its result.
     """
     given, made = block.resnets[0].in_dim, block.resnets[0].out_dim
     return given + max(2 * given, 3 * made)

@@ -86,7 +86,7 @@ def decode(self: nn.Module, z: torch.Tensor, return_dict: bool = True) -> Decode
 
 
 class _Strips(NamedTuple):
-    """How the processes of a group share a decode: their strips, this process's cuts, and frames at a time."""
+    """The shares of a decode by the processes of a group: all strips, this process's cuts, and frames at a time."""
 
     every: list[Strip]
     cuts: Cuts

@@ -56,9 +56,10 @@ class Run:
         return self.convolve(conv, x, front=front)
 
     def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a causal convolution's input for x, and the last frames of its previous input. An image has none.
+        """Return x and the frames before it, which a causal convolution reads too. An image has None before it.
 
-        For PyTorch's convolution these are prepended to x instead. Callers drop x before they convolve, to free memory.
+        PyTorch's convolution takes one tensor: then x begins with these frames, and None is returned for them. Callers
+        drop their own x before they convolve, to free memory.
         """
         if self._is_image:
             return x, None

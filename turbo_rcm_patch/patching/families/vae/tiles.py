@@ -12,7 +12,7 @@ import torch
 
 
 class Tiles(NamedTuple):
-    """How images are cut into tiles: pairs of height and width.
+    """The sizes by which images are cut into tiles, each a pair of height and width.
 
     size: of a tile. step: from one tile to the next. crop: the part of a tile's result that stays. blend: how much of
     the results above and on the left fades into it.

@@ -319,7 +319,10 @@ def _layers_of(ffn: nn.Module) -> list[nn.Module]:
 
 
 def _whole(norm, norm_name, run, stored, result, call: Call, reason: str, names, asked: str | None) -> Whole:
-    """Return a whole attention or feed-forward by its module. asked: the reason why its norm is not fused, or None."""
+    """Return a sub-layer that calls diffusers' attention or feed-forward whole, between the norm and the skip.
+
+    asked: the reason why its norm is not fused, or None.
+    """
     normed = layer_norm(norm, stored, call) if asked is None else layer_norm_by_module(norm, stored, call, asked)
     return Whole(norm_name, normed, Step(run, MODULE, reason), skip_after(stored, result, call), names)
 

@@ -12,7 +12,7 @@ from .sub_layers import TEXT_TOKENS
 
 
 def pipeline_inputs(pipe: DiffusionPipeline) -> PipelineInputs:
-    """Return the sizes of prompts and latents, and a picture for a pipeline that requires one. It is unused."""
+    """Return the sizes of prompts and latents. A pipeline from an image gets a picture, which its call requires."""
     is_of_image = isinstance(pipe, WanImageToVideoPipeline)
     more = {"image": Image.new("RGB", (64, 64))} if is_of_image else {}
 
