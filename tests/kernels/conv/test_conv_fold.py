@@ -28,6 +28,15 @@ def test_each_phase_has_a_window_of_two_rows_and_columns(N, C, packed, device):
         assert relative_error(found, expected[:, 0, y::2, column::2]) < 1e-7
 
 
+def test_a_weight_in_bf16_is_folded_to_fp16_and_multiplied(device):
+    """By 16, because x is divided by 16. fp16 holds each sum of two or four weights to 11 bits."""
+    weight = torch.randn(5, 1, 3, 3, 40).bfloat16()
+    folded = fold_weight(weight.to(torch_device(device)))
+    assert folded.dtype == torch.float16
+    expected = fold_weight(weight.float().to(torch_device(device)))
+    torch.testing.assert_close(folded.float() / 16, expected, rtol=2**-11, atol=0)
+
+
 def test_which_models_fold():
     assert [folds(dtype, upsample=True) for dtype in (torch.float32, torch.bfloat16, torch.float16)] == [
         True,
