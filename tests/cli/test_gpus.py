@@ -1,6 +1,6 @@
 """One video by several processes: `generate --gpus` and examples/parallel.py, on the CPU over gloo, and on two GPUs.
 
-On the CPU processes that already imported everything fork those of the command and of the example (tests/ranks.py).
+On the CPU, processes that already imported everything fork those of the command and of the example (tests/ranks.py).
 """
 
 import contextlib

@@ -29,7 +29,7 @@ def test_each_phase_has_a_window_of_two_rows_and_columns(N, C, packed, device):
 
 
 def test_a_weight_in_bf16_is_folded_to_fp16_and_multiplied(device):
-    """By 16, because x is divided by 16. fp16 holds each sum of two or four weights to 11 bits."""
+    """The factor is 16, because x is divided by 16. fp16 rounds a sum of weights to 11 bits."""
     weight = torch.randn(5, 1, 3, 3, 40).bfloat16()
     folded = fold_weight(weight.to(torch_device(device)))
     assert folded.dtype == torch.float16

@@ -70,7 +70,7 @@ def _fold_weight_kernel(
         for place in tl.static_range(4):
             total = tl.zeros((BLOCK,), tl.float32)
             for tap in tl.static_range(9):
-                # Of the two rows or columns, a position of the window reads number (phase + position + 1) // 2 - phase.
+                # A tap of the 3×3 window reads row (phase + tap + 1) // 2 - phase of the two, and the column likewise.
                 if (phase // 2 + tap // 3 + 1) // 2 - phase // 2 == place // 2 and (
                     phase % 2 + tap % 3 + 1
                 ) // 2 - phase % 2 == place % 2:
