@@ -232,6 +232,7 @@ class Machine:
             sum=lambda tensor, axis: tensor.apply(lambda values: values.sum(axis)),
             maximum=lambda one, other: one.apply(np.maximum, other) if isinstance(one, Tensor) else max(one, other),
             minimum=lambda one, other: one.apply(np.minimum, other) if isinstance(one, Tensor) else min(one, other),
+            join=lambda one, other: Tensor(np.stack((one.values, other.values), -1)),
             inline_asm_elementwise=self.inline_asm,
             arange=lambda start, end, layout: np.arange(start, end),
             where=self.where,
@@ -248,7 +249,7 @@ class Machine:
             init=lambda barrier, count: self.one(barrier).init(count),
             wait=lambda barrier, phase: self.one(barrier).wait(phase),
             expect=lambda barrier, size: self.one(barrier).update(arrivals=1, expected=size),
-            arrive=lambda barrier: self.one(barrier).update(arrivals=1),
+            arrive=lambda barrier, pred=True: self.one(barrier).update(arrivals=1) if pred else None,
         )
         tl = types.SimpleNamespace(
             cdiv=gl.cdiv, int32=None, maximum=max, cast=lambda value, _: getattr(value, "value", value)

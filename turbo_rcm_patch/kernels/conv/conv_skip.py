@@ -194,7 +194,7 @@ def _packed(x, weight, bias, residual, front, upsample, interleave):
     return out, x.contiguous(), front, pack_weight(weight), bias, residual
 
 
-def _why_not_fused(spec: ConvSpec) -> str | None:
+def why_not_fused(spec: ConvSpec) -> str | None:
     """Return the reason why no kernel of ours runs for a spec, or None if one can. On sm_90 the measurements are of the
     kernel for sm_90, so that one must be able to run."""
     reason = why_not_ours(spec)
@@ -207,7 +207,7 @@ def _why_not_fused(spec: ConvSpec) -> str | None:
 
 def _why_not_gluon(spec: ConvSpec) -> str | None:
     sizes = (spec.shape, spec.weight_shape, spec.upsample, spec.interleave)
-    return _why_not_fused(spec) or conv_sm90.why_not(spec.device, spec.dtype, *sizes)
+    return why_not_fused(spec) or conv_sm90.why_not(spec.device, spec.dtype, *sizes)
 
 
 def _why_not_rows(spec: ConvSpec) -> str | None:
@@ -224,7 +224,7 @@ CONV_SKIP = Op(
     (
         Kernel(ROWS_ONCE, _why_not_rows, _conv_skip.launch(ROWS_ONCE, partial(_launch_gluon, conv_rows_sm90.launch))),
         Kernel(GLUON, _why_not_gluon, _conv_skip.launch(GLUON, partial(_launch_gluon, conv_sm90.launch))),
-        Kernel(PORTABLE, _why_not_fused, _conv_skip.launch(PORTABLE, _launch_portable)),
+        Kernel(PORTABLE, why_not_fused, _conv_skip.launch(PORTABLE, _launch_portable)),
         Kernel(CONVOLUTION, _why_not_pytorch, convolve, is_fused=False),
         Kernel(REFERENCE, why_not_reference, reference.conv_skip, is_fused=False),
     ),

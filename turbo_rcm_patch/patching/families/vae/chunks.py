@@ -101,7 +101,7 @@ def frames_at_once(
         elif frame * z.itemsize >= LARGE and filled < 2 * KEPT:
             wanted = KEPT
         else:
-            wanted = max(filled, of_one_latent)
+            wanted = max(filled - filled % 2, of_one_latent)  # convolutions multiply pairs of frames
         frames.append(max(1, min(wanted, MOST_ELEMENTS // frame)))
     if latents or free is None:
         return frames

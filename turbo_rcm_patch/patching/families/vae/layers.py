@@ -8,6 +8,9 @@ of the window is multiplied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -32,11 +35,22 @@ class Run:
         return x
 
     def residual_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = self.causal(block.conv1, self.norm_silu(block.norm1, x))
-        y = self.norm_silu(block.norm2, y)
-        y, front = self.with_front(block.conv2, y)
+        y = self.normed(block.norm1, block.conv1, x)(None)
+        convolve = self.normed(block.norm2, block.conv2, y)
+        del y
         # The shortcut not earlier, where more is alive.
-        return self.convolve(block.conv2, y, self.shortcut_of(block, x), front)
+        return convolve(self.shortcut_of(block, x))
+
+    def normed(
+        self, norm: nn.Module, conv: nn.Module, x: torch.Tensor
+    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        """Run a norm and SiLU on x, and return the causal convolution of the result: (residual or None) -> y."""
+        pairs = None if self._is_image else self._plan.pairs(conv, x.shape)
+        if pairs is not None:
+            planes = self._plan.rms_norm_pairs(norm).run(x, self.front_of(conv, x))
+            return partial(pairs.run, planes, frames=x.shape[1])
+        y, front = self.with_front(conv, self.norm_silu(norm, x))
+        return partial(self.convolve, conv, y, front=front)
 
     def shortcut_of(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
@@ -63,14 +77,18 @@ class Run:
         """
         if self._is_image:
             return x, None
-        if conv not in self._fronts:
-            self._fronts[conv] = x.new_zeros(x.shape[0], kernel_size(conv)[0] - 1, *x.shape[2:])
-        front = self._fronts[conv]
+        front = self.front_of(conv, x)
         if takes_front(self._plan.convolution(conv, x.shape)):
             return x, front
         x = torch.cat((front, x), 1)
         self._fronts[conv] = with_last_frames(front, x)
         return x, None
+
+    def front_of(self, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the frames before x, the input of a causal convolution."""
+        if conv not in self._fronts:
+            self._fronts[conv] = x.new_zeros(x.shape[0], kernel_size(conv)[0] - 1, *x.shape[2:])
+        return self._fronts[conv]
 
     def convolve(
         self,

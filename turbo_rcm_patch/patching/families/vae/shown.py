@@ -16,7 +16,7 @@ from .encoder import PIXEL
 from .forward import call_for, decode, parallel_group, vae_state
 from .in_8_bits import in_8_bits
 from .plain import why_not_plain
-from .steps import attention, convolution, convolution_8bit, downsampling, kernel_size, rms_norm
+from .steps import attention, convolution, convolution_8bit, downsampling, kernel_size, pairs, rms_norm
 
 NETWORKS = ("encoder", "decoder")
 HEIGHT, WIDTH = 60, 104  # latents of a video at 832×480
@@ -68,8 +68,12 @@ def _convolution_steps(
             steps["downsampling"].append(downsampling(conv, call))
         else:
             name = "projection" if kernel_size(conv) == (1, 1, 1) else "convolution"
-            steps[name].append(convolution(conv, _shape(conv, scale), call))
+            steps[name].append(_convolution_step(conv, _shape(conv, scale), call))
     yield from ((name, found) for name, found in steps.items() if found)
+
+
+def _convolution_step(conv: nn.Module, shape: tuple[int, ...], call: Call) -> Step:
+    return pairs(conv, shape, call) or convolution(conv, shape, call)
 
 
 def _shape(conv: nn.Module, scale: float) -> tuple[int, ...]:

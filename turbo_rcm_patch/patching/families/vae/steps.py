@@ -15,11 +15,14 @@ from torch import nn
 
 from .... import kernels
 from ....kernels.conv.conv_8bit import CONV_8BIT
+from ....kernels.conv.conv_pairs import CONV_PAIRS, PAIRS
+from ....kernels.conv.conv_pairs_weight import pair_weight
 from ....kernels.conv.conv_pytorch import convolve
 from ....kernels.conv.conv_skip import CONVOLUTION
 from ....kernels.conv.conv_weight import pack_weight
 from ....kernels.launch import recording
 from ....kernels.rows.rms_norm_silu import RMS_NORM_SILU
+from ....kernels.rows.rms_norm_silu_pairs import RMS_NORM_SILU_PAIRS
 from ...steps.attention import pick_attention
 from ...steps.layers import ALONE
 from ...steps.plan import LINEAR, Call, Step
@@ -35,7 +38,7 @@ class VaePlan:
 
     def __init__(self, call: Call):
         self.call = call
-        self._steps: dict[tuple, Step] = {}
+        self._steps: dict[tuple, Step | None] = {}
         self._weights = PackedWeights()
 
     def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], of_image: bool = False) -> Step:
@@ -47,6 +50,16 @@ class VaePlan:
         if (known := self._steps.get(key)) is not None:
             return known
         return self._choose(key, convolution, conv, shape, of_image=of_image, weights=self._weights)
+
+    def pairs(self, conv: nn.Conv3d, shape: tuple[int, ...]) -> Step | None:
+        """Return the step of a causal convolution that multiplies pairs of frames, or None where `convolution` runs.
+
+        shape: of the norm's input before it.
+        """
+        key = pairs, conv, shape
+        if key not in self._steps:
+            self._choose(key, pairs, conv, shape, weights=self._weights)
+        return self._steps[key]
 
     def convolution_8bit(self, conv: nn.Conv3d, shape: tuple[int, ...], of_image: bool) -> Step:
         """Return the step of a convolution in 8 bits, for x of this shape without the pixels around images."""
@@ -63,12 +76,17 @@ class VaePlan:
         key = rms_norm, norm
         return self._steps.get(key) or self._choose(key, rms_norm, norm)
 
+    def rms_norm_pairs(self, norm: nn.Module) -> Step:
+        """Return the step of a norm before a convolution of `pairs`."""
+        key = rms_norm_pairs, norm
+        return self._steps.get(key) or self._choose(key, rms_norm_pairs, norm)
+
     def attention(self, channels: int) -> Step:
         """Return the step of an attention."""
         key = attention, channels
         return self._steps.get(key) or self._choose(key, attention, channels)
 
-    def _choose(self, key: tuple, choose: Callable[..., Step], *given: object, **options: object) -> Step:
+    def _choose(self, key: tuple, choose: Callable[..., Step], *given: object, **options: object) -> Step | None:
         step = self._steps[key] = choose(*given, self.call, **options)
         return step
 
@@ -97,6 +115,16 @@ class PackedWeights:
             weight = F.pad(weight, (0, channels - conv.in_channels))
         if conv.weight.nbytes <= SMALL and not recording():  # what is recorded has no values
             weight = self._packed[key] = pack_weight(weight)
+        return weight
+
+
+    def of_pairs(self, conv: nn.Conv3d) -> torch.Tensor:
+        """Return a convolution's weight for pairs of frames [N, 4, 9, C], kept if the convolution's own is small."""
+        if (known := self._packed.get(conv)) is not None:
+            return known
+        weight = pair_weight(conv.weight.permute(0, 2, 3, 4, 1))
+        if conv.weight.nbytes <= SMALL and not recording():
+            self._packed[conv] = weight
         return weight
 
 
@@ -144,6 +172,31 @@ def convolution(
     if pick.kernel.is_fused:
         weight = partial((weights or PackedWeights()).of, conv, kt, shape[-1])
     return Step(partial(_convolve, pick.launch, conv, weight, upsample, interleave), pick.label, pick.reason, pick=pick)
+
+
+def pairs(
+    conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, weights: PackedWeights | None = None
+) -> Step | None:
+    """Return a causal convolution with the residual that multiplies pairs of frames, or None if it cannot run.
+
+    Step: (planes of `rms_norm_pairs`, residual or None, *, frames) -> [B, T, H, W, N]. frames: T.
+    shape: of the norm's input, [B, T, H, W, C]. weights: as of `convolution`.
+    """
+    pick = call.pick(
+        CONV_PAIRS,
+        kernels.ConvSpec,
+        shape=tuple(shape),
+        weight_shape=(conv.out_channels, *kernel_size(conv), shape[-1]),
+        in_model=True,
+    )
+    if pick.name != PAIRS:
+        return None
+    weight = partial((weights or PackedWeights()).of_pairs, conv)
+    return Step(partial(_convolve_pairs, pick.launch, conv, weight), pick.label, pick.reason, pick=pick)
+
+
+def _convolve_pairs(launch, conv, weight, planes, residual, *, frames):
+    return launch(planes, weight(), conv.bias, residual, frames, conv.weight.dtype)
 
 
 def convolution_8bit(conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, of_image: bool = False) -> Step:
@@ -210,6 +263,19 @@ def rms_norm(norm: nn.Module, call: Call) -> Step:
 
 def _rms_norm(launch, weight, x, *, silu=True):
     return launch(x, weight, silu)
+
+
+def rms_norm_pairs(norm: nn.Module, call: Call) -> Step:
+    """Return an RMS norm with SiLU that writes planes: (x [B, T, H, W, C], front) -> [B, ⌈T / 2⌉, 4, H, W, C] in fp16.
+
+    front: the two frames before x, which become the last two of x in place.
+    """
+    pick = call.pick(RMS_NORM_SILU_PAIRS)
+    return Step(partial(_rms_norm_pairs, pick.launch, norm.gamma.flatten()), pick.label, pick.reason, pick=pick)
+
+
+def _rms_norm_pairs(launch, weight, x, front):
+    return launch(x, weight, front)
 
 
 def attention(channels: int, call: Call) -> Step:
