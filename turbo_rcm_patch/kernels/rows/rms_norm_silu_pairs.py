@@ -21,8 +21,8 @@ from ..launch import launch_kernel
 from ..sizes import cdiv, next_power_of_2
 from .rms_norm_silu import normalize, silu
 
-ELEMENTS = 4096  # of a frame, per program
-VALUES_OF_A_WARP = 1024
+ELEMENTS = 2048  # of a frame, per program
+VALUES_OF_A_WARP = 512
 
 
 @kernel_op("rms_norm_silu_pairs", mutates_args=("front",))
