@@ -36,6 +36,8 @@ from turbo_rcm_patch.kernels.choice.registry import GLUON, TRITON, Op, spec_of
 from turbo_rcm_patch.kernels.coefficient import MAX_RUNS, Runs
 from turbo_rcm_patch.kernels.conv import conv_sm90
 from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT
+from turbo_rcm_patch.kernels.conv.conv_pairs import CONV_PAIRS
+from turbo_rcm_patch.kernels.conv.conv_pairs_weight import pair_weight
 from turbo_rcm_patch.kernels.conv.conv_skip import ConvSpec, conv_skip
 from turbo_rcm_patch.kernels.conv.conv_weight import pack_weight
 from turbo_rcm_patch.kernels.dispatch import KERNEL_DTYPES, why_not_triton_on
@@ -52,6 +54,7 @@ from turbo_rcm_patch.kernels.rows.quantize_rows import quantize_rows
 from turbo_rcm_patch.kernels.rows.rms_norm_rope import rms_norm_rope
 from turbo_rcm_patch.kernels.rows.rms_norm_silu import rms_norm_silu
 from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU
+from turbo_rcm_patch.kernels.rows.rms_norm_silu_pairs import RMS_NORM_SILU_PAIRS
 from turbo_rcm_patch.kernels.rows.skip import skip
 from turbo_rcm_patch.kernels.sizes import cdiv
 from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
@@ -355,6 +358,20 @@ def launch_convolution(
     conv_skip(x, weight, bias, residual, front=before if front else None, **options)
 
 
+def launch_conv_pairs() -> None:
+    sizes = ((64, 128), (192, 192), (384, 384), (256, 256), (512, 1024))  # all columns, with channels of a whole step
+    for (C, N), residual in product(sizes, (True, False)):
+        spec = ConvSpec(device=DEVICE, dtype=BF16, shape=(1, 4, 60, 104, C), weight_shape=(N, 3, 3, 3, C))
+        planes, weight = meta(1, 2, 4, 60, 104, C, dtype=FP16), meta(N, 4, 9, C, dtype=FP16)
+        if CONV_PAIRS.why_not_fused(spec) is None:
+            kept = meta(1, 3, 60, 104, N) if residual else None
+            CONV_PAIRS.pick(spec).launch(planes, weight, meta(N) if residual else None, kept, 3, BF16)
+    for dtype, C in product(KERNEL_DTYPES, (64, 192, 384, 512, 1024)):
+        x, front = meta(1, 3, 60, 104, C, dtype=dtype), meta(1, 2, 60, 104, C, dtype=dtype)
+        launch_of(RMS_NORM_SILU_PAIRS)(x, meta(C, dtype=dtype), front)
+        pair_weight(meta(C, 192, 3, 3, 3, dtype=dtype).permute(0, 2, 3, 4, 1))
+
+
 def launch_conv_8bit() -> None:
     sizes = ((96, 96), (192, 192), (192, 384), (384, 384), (256, 256), (512, 1024), (64, 64), (48, 16))
     for (C, N), has_front in product(sizes, (True, False)):
@@ -485,6 +502,7 @@ LAUNCHES = {
     "rms_norm_silu": launch_rms_norm_silu,
     "skip": launch_skip,
     "conv_skip": launch_conv_skip,
+    "conv_pairs": launch_conv_pairs,
     "conv_8bit": launch_conv_8bit,
     "quantize_qkv": launch_quantize_qkv,
     "attention_8bit": launch_attention_8bit,

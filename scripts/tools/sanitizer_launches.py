@@ -20,8 +20,10 @@ from turbo_rcm_patch.kernels.block_sparse.block_sparse_attention import (
     block_sparse_attention_8bit,
 )
 from turbo_rcm_patch.kernels.coefficient import Runs
-from turbo_rcm_patch.kernels.conv import conv_rows_sm90, conv_sm90
+from turbo_rcm_patch.kernels.conv import conv_pairs_sm90, conv_rows_sm90, conv_sm90
 from turbo_rcm_patch.kernels.conv.conv_8bit import CONV_8BIT
+from turbo_rcm_patch.kernels.conv.conv_pairs import CONV_PAIRS
+from turbo_rcm_patch.kernels.conv.conv_pairs_weight import pair_weight
 from turbo_rcm_patch.kernels.conv.conv_skip import ConvSpec, conv_skip
 from turbo_rcm_patch.kernels.dispatch import KERNEL_DTYPES, SM90
 from turbo_rcm_patch.kernels.linear import gemm_sm90
@@ -37,6 +39,7 @@ from turbo_rcm_patch.kernels.rows.quantize_rows import quantize_rows
 from turbo_rcm_patch.kernels.rows.rms_norm_rope import rms_norm_rope
 from turbo_rcm_patch.kernels.rows.rms_norm_silu import rms_norm_silu
 from turbo_rcm_patch.kernels.rows.rms_norm_silu_8bit import MEASURE_NORM_SILU, QUANTIZE_NORM_SILU
+from turbo_rcm_patch.kernels.rows.rms_norm_silu_pairs import RMS_NORM_SILU_PAIRS
 from turbo_rcm_patch.kernels.rows.skip import skip
 from turbo_rcm_patch.kernels.sparse_linear import sparse_linear_sm90
 from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import sparse_linear_attention
@@ -55,6 +58,7 @@ def few_multiprocessors() -> Iterator[None]:
         mock.patch.object(sparse_linear_sm90, "device_properties", return_value=few),
         mock.patch.object(conv_sm90, "device_properties", return_value=few),
         mock.patch.object(conv_rows_sm90, "device_properties", return_value=few),
+        mock.patch.object(conv_pairs_sm90, "device_properties", return_value=few),
     ):
         yield
 
@@ -149,6 +153,23 @@ def launch_convolutions(device: torch.device) -> None:
         conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
 
 
+def launch_convolutions_of_pairs(device: torch.device) -> None:
+    values = values_on(device)
+    for dtype, (C, N) in product(KERNEL_DTYPES, ((64, 128), (64, 192), (128, 512))):
+        x, front, weight = (
+            values(1, 5, 13, 21, C, dtype=dtype),
+            values(1, 2, 13, 21, C, dtype=dtype),
+            values(C, dtype=dtype),
+        )
+        planes = launch_of(RMS_NORM_SILU_PAIRS)(x, weight, front)
+        combined = pair_weight(values(N, 3, 3, 3, C, dtype=dtype))
+        spec = ConvSpec(device=x.device, dtype=dtype, shape=x.shape, weight_shape=(N, 3, 3, 3, C))
+        if CONV_PAIRS.why_not_fused(spec) is None:
+            launch = CONV_PAIRS.pick(spec).launch
+            launch(planes, combined, values(N, dtype=dtype), values(1, 5, 13, 21, N, dtype=dtype), 5, dtype)
+            launch(planes, combined, None, None, 5, dtype)
+
+
 def launch_convolutions_of_8_bits(device: torch.device) -> None:
     values = values_on(device)
     for dtype, (C, N) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (128, 64))):
@@ -222,6 +243,7 @@ PARTS = {
     "elementwise": launch_elementwise,
     "attention": launch_attention,
     "convolutions": launch_convolutions,
+    "convolutions-pairs": launch_convolutions_of_pairs,
     "convolutions-8-bit": launch_convolutions_of_8_bits,
     "linears-8-bit": launch_linears_of_8_bits,
     "attention-8-bit": launch_attention_of_8_bits,

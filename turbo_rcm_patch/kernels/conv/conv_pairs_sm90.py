@@ -43,14 +43,19 @@ def why_not(
         return "not for a model in fp16, whose sums of frames would need more bits"
     B, T, H, W, C = shape
     N, *window, _ = weight_shape
-    if window != [3, 3, 3] or C % DEPTH or N % 64 or N < sum(NARROW):
-        return "not for other windows than 3×3×3 or fewer channels"
+    if window != [3, 3, 3] or not takes_channels(C, N):
+        return "not for other windows than 3×3×3 or other channels"
     pairs = cdiv(T, 2)
-    if PLANES.value * pairs > MOST_PRODUCTS * 3 * T:
+    if pairs * PLANES.value > MOST_PRODUCTS * 3 * T:
         return "not for so few frames"
     if _count_tiles(B, pairs, H, W) * cdiv(N, sum(WIDE)) < device_properties(device)[1]:
         return "not for fewer tiles than multiprocessors"
     return None
+
+
+def takes_channels(C: int, N: int) -> bool:
+    """True if the kernel takes inputs of C channels and results of N."""
+    return C % DEPTH == 0 and N % CHUNK == 0 and sum(NARROW) <= N
 
 
 def _count_tiles(B: int, pairs: int, H: int, W: int) -> int:

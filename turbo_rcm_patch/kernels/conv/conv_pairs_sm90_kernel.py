@@ -175,7 +175,7 @@ def _load_residuals(residual, hand_over, sizes, T, C: gl.constexpr, HAS_RESIDUAL
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, operands, hand_over, epilogue, C: gl.constexpr, TAIL: gl.constexpr):
     """Compute one of the two boxes of every tile, in one warpgroup."""
-    a_tiles, w_tiles, tail_tiles, full, empty = operands
+    a_tiles, w_tiles, _, _, _ = operands
     staging, staged, free = hand_over
     residual, out, bias, sizes = epilogue
     _, pairs, _, _, _ = sizes

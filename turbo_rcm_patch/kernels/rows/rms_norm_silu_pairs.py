@@ -58,8 +58,8 @@ def rms_norm_silu_pairs_reference(x: torch.Tensor, weight: torch.Tensor, front: 
 
 
 # (x [B, T, H, W, C], weight [C], the two frames before x [B, 2, H, W, C] after norm and SiLU, in x's dtype and
-# contiguous) -> planes [B, ⌈T / 2⌉, 4, H, W, C] in fp16, contiguous. Then the frames before hold the last two of x. With
-# an odd T the frame after the last is zero.
+# contiguous) -> planes [B, ⌈T / 2⌉, 4, H, W, C] in fp16, contiguous. Then the frames before hold the last two of x.
+# With an odd T the frame after the last is zero.
 RMS_NORM_SILU_PAIRS = triton_or_reference("rms_norm_silu_pairs", _rms_norm_silu_pairs, rms_norm_silu_pairs_reference)
 
 

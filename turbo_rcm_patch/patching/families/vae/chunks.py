@@ -4,7 +4,7 @@ All frames of a video at once take too much memory. One latent frame at a time l
 a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. It takes KEPT
 frames if they are LARGE and twice as many do not fit in WORKING_SET. The chunk itself is then what a convolution keeps
 for the next one, so nothing is copied. A stage takes fewer frames if memory is short, down to one. The encoder takes
-FRAMES then.
+FRAMES then. More than KEPT frames are an even number, because convolutions multiply pairs of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ....kernels.conv.conv_pairs_sm90 import takes_channels
 from ....latents import latent_size
 from .classes import (
     CAUSAL,
@@ -101,7 +102,7 @@ def frames_at_once(
         elif frame * z.itemsize >= LARGE and filled < 2 * KEPT:
             wanted = KEPT
         else:
-            wanted = max(filled - filled % 2, of_one_latent)  # convolutions multiply pairs of frames
+            wanted = max(filled - filled % 2, of_one_latent)
         frames.append(max(1, min(wanted, MOST_ELEMENTS // frame)))
     if latents or free is None:
         return frames
@@ -276,7 +277,8 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
     """Return the elements for each pixel of a frame: those alive at once for each frame, and those of frames kept.
 
     Alive in a resnet are its input, and either a convolution's input and result, or for the second one the shortcut's
-    result too if it is a convolution. A residual block's input stays alive.
+    result too if it is a convolution. A residual block's input stays alive. A convolution of pairs of frames has an
+    input of twice the size.
     """
     alive, kept = PIXEL + encoder.conv_in.out_channels, _kept(encoder.conv_in)
     pixels = frames = 1.0  # those that one pixel and one frame have become
@@ -286,8 +288,10 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
             block_input = module.resnets[0].in_dim
         elif type(module) in RESIDUAL_BLOCK:
             given, made = module.in_dim, module.out_dim
-            second = (3 if given != made else 2) * made
-            alive = max(alive, pixels * frames * (block_input + given + max(2 * given, given + made, second)))
+            copies = 2 if takes_channels(given, made) else 1
+            second = (copies + (2 if given != made else 1)) * made
+            first = max(2 * given, copies * given + made)
+            alive = max(alive, pixels * frames * (block_input + given + max(first, second)))
             kept += pixels * _kept(module)
         elif type(module) in RESAMPLE:
             alive = max(alive, pixels * frames * (block_input + 2.25 * module.dim))
@@ -343,9 +347,12 @@ def _alive_in_resnets(block: nn.Module) -> int:
     """Return the channels that are alive at once in a block's resnets.
 
     The block's input is alive, and the larger of two sets: a norm's result, twice if frames are prepended to a copy of
-    it; or a resnet's input or shortcut, a convolution's input, and its result.
+    it; or a resnet's input or shortcut, a convolution's input, and its result. A convolution of pairs of frames has an
+    input of twice the size. It is counted for every GPU, though only sm_90 has it.
     """
     given, made = block.resnets[0].in_dim, block.resnets[0].out_dim
+    if takes_channels(given, made):
+        return given + max(2 * given + made, 4 * made)
     return given + max(2 * given, 3 * made)
 
 

@@ -117,7 +117,6 @@ class PackedWeights:
             weight = self._packed[key] = pack_weight(weight)
         return weight
 
-
     def of_pairs(self, conv: nn.Conv3d) -> torch.Tensor:
         """Return a convolution's weight for pairs of frames [N, 4, 9, C], kept if the convolution's own is small."""
         if (known := self._packed.get(conv)) is not None:
@@ -174,9 +173,7 @@ def convolution(
     return Step(partial(_convolve, pick.launch, conv, weight, upsample, interleave), pick.label, pick.reason, pick=pick)
 
 
-def pairs(
-    conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, weights: PackedWeights | None = None
-) -> Step | None:
+def pairs(conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, weights: PackedWeights | None = None) -> Step | None:
     """Return a causal convolution with the residual that multiplies pairs of frames, or None if it cannot run.
 
     Step: (planes of `rms_norm_pairs`, residual or None, *, frames) -> [B, T, H, W, N]. frames: T.
