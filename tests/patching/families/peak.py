@@ -1,7 +1,7 @@
 """The peak memory of a VAE as on a GPU, without one: bytes of tensors on the meta device that live together."""
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
+from turbo_rcm_patch.kernels.conv import conv_pairs_sm90, conv_sm90
+from turbo_rcm_patch.kernels.conv.conv_pairs import PAIRS
 from turbo_rcm_patch.kernels.conv.conv_pytorch import convolve
 from turbo_rcm_patch.kernels.conv.conv_skip import result_shape
 from turbo_rcm_patch.patching.families.vae import steps
@@ -72,6 +74,25 @@ def convolved(x, weight, bias, residual, front, upsample, interleave):
     return x.new_empty(result_shape(x, weight, front, upsample, interleave))
 
 
+def planes_of(x, weight, front):
+    B, T, H, W, C = x.shape
+    return x.new_empty((B, (T + 1) // 2, 4, H, W, C), dtype=torch.float16)
+
+
+def convolved_in_pairs(planes, weight, bias, residual, frames, dtype):
+    B, pairs, _, H, W, _ = planes.shape
+    return planes.new_empty((B, 2 * pairs, H, W, len(weight)), dtype=dtype)[:, :frames]
+
+
+def why_not_in_pairs(spec):
+    """Return what the kernel for sm_90 says on a GPU with few multiprocessors."""
+    few = mock.patch.object(conv_pairs_sm90, "device_properties", return_value=((9, 0), 1))
+    with mock.patch.object(conv_sm90, "why_not_on", return_value=None), few:
+        return conv_pairs_sm90.why_not(spec.device, spec.dtype, spec.shape, spec.weight_shape)
+
+
+NORM_OF_PAIRS = Op("rms_norm_silu_pairs", (Kernel("one kernel", lambda _: None, planes_of),))
+PAIRS_OF_FRAMES = Op("conv_pairs", (Kernel(PAIRS, why_not_in_pairs, convolved_in_pairs),))
 CONVOLUTION = Op("conv_skip", (Kernel("one kernel", lambda _: None, convolved),))
 
 
@@ -81,9 +102,12 @@ PYTORCHS_NORM = steps.RMS_NORM_SILU  # as it runs on tensors without values
 
 @contextmanager
 def as_on_a_gpu(vae, convolution=CONVOLUTION, norm=NORM):
-    """Count the bytes of a run with PyTorch's fused attention, and by default our convolutions and norms."""
+    """Count the bytes of a run with PyTorch's fused attention, and by default our convolutions and norms on sm_90."""
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
     norm = mock.patch.object(steps, "RMS_NORM_SILU", norm)
+    pairs = mock.patch.multiple(steps, RMS_NORM_SILU_PAIRS=NORM_OF_PAIRS, CONV_PAIRS=PAIRS_OF_FRAMES)
+    if convolution is PYTORCHS_CONVOLUTION:
+        pairs = nullcontext()
     convolution = mock.patch.object(steps.kernels, "CONV_SKIP", convolution)
-    with torch.no_grad(), fused, norm, convolution, Peak(vae) as counted:
+    with torch.no_grad(), fused, norm, pairs, convolution, Peak(vae) as counted:
         yield counted

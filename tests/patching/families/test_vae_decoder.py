@@ -15,6 +15,7 @@ from tests.oracle import assert_no_worse, relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
+from turbo_rcm_patch.kernels.conv.conv_pairs import conv_pairs_reference
 from turbo_rcm_patch.kernels.conv.conv_tiles import residual_repeats
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 from turbo_rcm_patch.kernels.launch import recorded
@@ -221,6 +222,53 @@ def test_a_chunk_that_becomes_the_next_front(kind, monkeypatch):
     op = replace(kernels.CONV_SKIP, kernels=(Kernel("with a front", lambda _: None, kernels.reference.conv_skip),))
     monkeypatch.setattr(steps.kernels, "CONV_SKIP", op)
     with trp.patch(vae, trp.Exact(vae_chunk=1)):
+        assert relative_error(decode(vae, z), expected) <= FP32
+
+
+@pytest.mark.parametrize("has_front", [True, False])
+@pytest.mark.parametrize("chunk", [1, 3, None])
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+def test_pairs_of_frames(kind, chunk, has_front, monkeypatch):
+    """Some chunks are multiplied in pairs and others are not, and each goes on from the frames that the last one left.
+
+    The sums of frames are in fp16, so that the result has 11 bits.
+    """
+    vae, z, counts = tiny_vae(kind), tiny_latents(6, 1), Counter()
+    expected = decode(vae, z)
+
+    def convolved(planes, weight, bias, residual, frames, dtype):
+        counts["pairs"] += 1
+        return conv_pairs_reference(planes, weight, bias, residual, frames, dtype)
+
+    def why_not(spec):
+        counts["asked"] += 1
+        return None if spec.shape[1] % 3 == 2 and spec.weight_shape[1:4] == (3, 3, 3) else "another number of frames"
+
+    monkeypatch.setattr(steps, "CONV_PAIRS", Op("conv_pairs", (Kernel(steps.PAIRS, why_not, convolved), NOTHING_FUSED)))
+    monkeypatch.setattr(steps, "pair_weight", combined)
+    if has_front:
+        op = replace(kernels.CONV_SKIP, kernels=(Kernel("with a front", lambda _: None, kernels.reference.conv_skip),))
+        monkeypatch.setattr(steps.kernels, "CONV_SKIP", op)
+    with trp.patch(vae, trp.Exact(vae_chunk=chunk)):
+        assert relative_error(decode(vae, z), expected) <= 2e-3
+    assert counts["pairs"] > 0
+    assert counts["pairs"] != counts["asked"]
+
+
+NOTHING_FUSED = Kernel("reference", lambda _: None, None, is_fused=False)
+
+
+def combined(weight):
+    """`pair_weight` in plain torch."""
+    first, middle, last = weight.flatten(2, 3).unbind(1)
+    return torch.stack(((first + middle + last) / 2, (first - middle + last) / 2, first, -last), 1).half()
+
+
+def test_an_image_has_no_pairs_of_frames(monkeypatch):
+    monkeypatch.setattr(steps, "CONV_PAIRS", None)
+    vae, z = tiny_vae("qwen image"), tiny_latents(1, 1)
+    expected = decode(vae, z)
+    with trp.patch(vae):
         assert relative_error(decode(vae, z), expected) <= FP32
 
 

@@ -247,13 +247,14 @@ def test_the_estimate_of_diffusers_own_decode_in_tiles():
 
 # What an H200 measured: height, width, frames, and the bytes of a decode, of one with a frame at a time, in tiles, and
 # of an encode in diffusers' code. None: not measured. Only the first of them counts the packed weights, which a decode
-# did not keep when the others were measured.
+# did not keep when the others were measured. TI2V-5B's first has convolutions of pairs of frames;
+# its tiles were not measured with them.
 MEASURED = [
     ({}, (480, 832, 81), 3_249_088_000, 2_505_248_768, 854_198_272, 3_436_656_128),
     ({}, (480, 832, 121), 3_400_570_368, 2_599_755_776, 991_922_176, 3_440_649_728),
     ({}, (256, 256, 33), 1_611_649_024, 392_173_568, 1_586_173_952, 564_968_960),
     ({}, (720, 1280, 81), 7_063_868_928, 5_763_794_944, 1_125_922_816, 7_925_345_792),
-    (TI2V_5B_VAE, (704, 1280, 121), 6_111_590_400, 4_983_869_440, 1_293_058_048, None),
+    (TI2V_5B_VAE, (704, 1280, 121), 6_418_683_904, 4_983_869_440, None, None),
 ]
 
 
@@ -264,7 +265,8 @@ def test_the_estimate_is_what_a_gpu_measured(options, video, whole, one, tiles, 
     kept = weights_bytes(vae.decoder, False)
     assert 0.99 <= decoding_bytes(vae, *video) / whole <= 1.04
     assert 0.96 <= (decoding_bytes(vae, *video, free=0) - kept) / one <= 1.06
-    assert 0.97 <= (decoding_bytes(vae, *video, in_tiles=True) - kept) / tiles <= 1.06
+    if tiles is not None:
+        assert 0.97 <= (decoding_bytes(vae, *video, in_tiles=True) - kept) / tiles <= 1.06
     if encode is not None:
         height, width, frames = video
         given = 2 * 3 * frames * height * width * 2
@@ -388,7 +390,7 @@ def test_small_weights_are_packed_once_in_a_decode(small, times, monkeypatch):
     with trp.patch(vae):
         peak(vae, z[:, :, :FEW])
     convolutions = {(call.args[0], call.args[1]) for call in counted.call_args_list}
-    assert len(counted.call_args_list) > 5 * len(convolutions)
+    assert len(counted.call_args_list) > 3 * len(convolutions)
     assert len(packed) == times * len(convolutions)
 
 

@@ -8,13 +8,21 @@ of the window is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from ...steps.plan import Step
 from .steps import VaePlan, kernel_size, takes_front
+
+
+class InPairs(NamedTuple):
+    """The input of a causal convolution as planes of pairs of frames, the number of frames, and the convolution."""
+
+    planes: torch.Tensor
+    frames: int
+    step: Step
 
 
 class Run:
@@ -35,22 +43,19 @@ class Run:
         return x
 
     def residual_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = self.normed(block.norm1, block.conv1, x)(None)
-        convolve = self.normed(block.norm2, block.conv2, y)
-        del y
+        y = self.causal(block.conv1, self.norm_before(block.conv1, block.norm1, x))
+        y = self.norm_before(block.conv2, block.norm2, y)
+        y, front = self.with_front(block.conv2, y)
         # The shortcut not earlier, where more is alive.
-        return convolve(self.shortcut_of(block, x))
+        return self.convolve(block.conv2, y, self.shortcut_of(block, x), front)
 
-    def normed(
-        self, norm: nn.Module, conv: nn.Module, x: torch.Tensor
-    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
-        """Run a norm and SiLU on x, and return the causal convolution of the result: (residual or None) -> y."""
-        pairs = None if self._is_image else self._plan.pairs(conv, x.shape)
-        if pairs is not None:
-            planes = self._plan.rms_norm_pairs(norm).run(x, self.front_of(conv, x))
-            return partial(pairs.run, planes, frames=x.shape[1])
-        y, front = self.with_front(conv, self.norm_silu(norm, x))
-        return partial(self.convolve, conv, y, front=front)
+    def norm_before(self, conv: nn.Module, norm: nn.Module, x: torch.Tensor) -> torch.Tensor | InPairs:
+        """Return norm and SiLU of x as a causal convolution takes it."""
+        step = None if self._is_image else self._plan.pairs(conv, x.shape)
+        if step is None:
+            return self.norm_silu(norm, x)
+        planes = self._plan.rms_norm_pairs(norm).run(x, self.front_of(conv, x))
+        return InPairs(planes, x.shape[1], step)
 
     def shortcut_of(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
@@ -65,17 +70,20 @@ class Run:
     def norm_silu(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return self._plan.rms_norm(norm).run(x)
 
-    def causal(self, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def causal(self, conv: nn.Module, x: torch.Tensor | InPairs) -> torch.Tensor:
         x, front = self.with_front(conv, x)
         return self.convolve(conv, x, front=front)
 
-    def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return x and the frames before it, which a causal convolution reads too. An image has None before it.
+    def with_front(
+        self, conv: nn.Module, x: torch.Tensor | InPairs
+    ) -> tuple[torch.Tensor | InPairs, torch.Tensor | None]:
+        """Return x and the frames before it, which a causal convolution reads too. An image has None before it, and
+        pairs of frames have them inside.
 
         PyTorch's convolution takes one tensor: then x begins with these frames, and None is returned for them. Callers
         drop their own x before they convolve, to free memory.
         """
-        if self._is_image:
+        if self._is_image or isinstance(x, InPairs):
             return x, None
         front = self.front_of(conv, x)
         if takes_front(self._plan.convolution(conv, x.shape)):
@@ -93,10 +101,12 @@ class Run:
     def convolve(
         self,
         conv: nn.Module,
-        x: torch.Tensor,
+        x: torch.Tensor | InPairs,
         residual: torch.Tensor | None = None,
         front: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(x, InPairs):
+            return x.step.run(x.planes, residual, x.frames)
         B, T, *image = x.shape
         new = T if front is not None or self._is_image else T - kernel_size(conv)[0] + 1
         y = self._plan.convolution(conv, (B, new, *image), self._is_image).run(x, residual, front)

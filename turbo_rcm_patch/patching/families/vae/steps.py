@@ -176,7 +176,7 @@ def convolution(
 def pairs(conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, weights: PackedWeights | None = None) -> Step | None:
     """Return a causal convolution with the residual that multiplies pairs of frames, or None if it cannot run.
 
-    Step: (planes of `rms_norm_pairs`, residual or None, *, frames) -> [B, T, H, W, N]. frames: T.
+    Step: (planes of `rms_norm_pairs`, residual or None, T) -> [B, T, H, W, N].
     shape: of the norm's input, [B, T, H, W, C]. weights: as of `convolution`.
     """
     pick = call.pick(
@@ -192,7 +192,7 @@ def pairs(conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, weights: Packe
     return Step(partial(_convolve_pairs, pick.launch, conv, weight), pick.label, pick.reason, pick=pick)
 
 
-def _convolve_pairs(launch, conv, weight, planes, residual, *, frames):
+def _convolve_pairs(launch, conv, weight, planes, residual, frames):
     return launch(planes, weight(), conv.bias, residual, frames, conv.weight.dtype)
 
 
