@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/gpu_session.py --results results                    # all, into results/<the GPU>.json
     python scripts/benchmarks/gpu_session.py --results results --only tests ops   # the other runs in the file stay
+    python scripts/benchmarks/gpu_session.py --results results --only wan2.1-1.3b-sparse    # one tier of wan2.1-1.3b
     python scripts/benchmarks/gpu_session.py --results results --only ops verify --together --seconds 600
 
 Steps that need more GPUs than there are run only if you name them. With --together, steps run at the same time on GPUs
@@ -121,7 +122,6 @@ def _on_several_gpus(gpus: int) -> dict[str, tuple[str, ...]]:
 
     TI2V-5B's, and those for the decoder's sake, run without torch.compile, which takes minutes to compile the decoder.
     """
-    without_compile = (*END_TO_END, "wan2.2-5b", "--decode", "--no-compile", *THRICE)
     alone = (*DECODED, "--no-compile")
     steps = {
         "exchange-wan2.1-1.3b": (*EXCHANGE, "--heads", "12", "--tokens", "32760"),
@@ -129,8 +129,7 @@ def _on_several_gpus(gpus: int) -> dict[str, tuple[str, ...]]:
         "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", *EACH_TIER),
         "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b", "--without-graphs", *EACH_TIER),
         "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode", *EACH_TIER),
-        "wan2.2-5b-decoded": (*without_compile, "--preset", "exact", "quantized", "sparse"),
-        "wan2.2-5b-decoded-block-sparse": (*without_compile, *BLOCK_SPARSE),
+        "wan2.2-5b-decoded": (*END_TO_END, "wan2.2-5b", "--decode", "--no-compile", *EACH_TIER),
         "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *alone),
         "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *alone),
     }
@@ -224,11 +223,26 @@ def runs_of(step: str) -> dict[str, str]:
     return {preset: f"{model}{ENDINGS[preset]}{gpus}" for preset in presets}
 
 
+def chosen_by_name() -> dict[str, tuple[str, str]]:
+    """Return what ``--only`` takes: each name's step, and the preset if it is the name of one of the step's runs.
+
+    The name of a step means the whole step, and so does the run in the exact tier, which has the same name.
+    """
+    steps = {step: (step, "") for step in CHECKS | MEASUREMENTS}
+    runs = {run: (step, preset) for step in MEASUREMENTS for preset, run in runs_of(step).items()}
+    return steps | {run: chosen for run, chosen in runs.items() if run not in steps}
+
+
+def command_of(step: str, preset: str) -> list[str]:
+    """Return a step's command, with this preset alone if one is given."""
+    return [part for part in (CHECKS | MEASUREMENTS)[step] if not preset or part not in ENDINGS or part == preset]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, help="folder of the results files, one per GPU")
     parser.add_argument("--logs", type=Path, default=ROOT / "runs/gpu-session", help="folder for the steps' output")
-    parser.add_argument("--only", nargs="+", choices=(*CHECKS, *MEASUREMENTS), help="run these steps alone")
+    parser.add_argument("--only", nargs="+", choices=tuple(chosen_by_name()), help="run these steps or runs alone")
     parser.add_argument("--together", action="store_true", help="run steps at the same time, each on GPUs of its own")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="cut off what still runs then")
     parser.add_argument("--commit", help="what is checked out, for a copy without its git history")
@@ -247,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append((name, result, seconds))
         log, figures = (options.logs / f"{name}.{kind}" for kind in ("log", "json"))
         print(f"\n== {name}: {result}\n{log.read_text()}", flush=True)
-        if name in MEASUREMENTS and figures.exists():
+        if name not in CHECKS and figures.exists():
             results.keep_runs(name, json.loads(figures.read_text()))
         if name == "tests":
             results.keep_tests(code, log.read_text())
@@ -261,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def chosen_steps(only: list[str] | None, gpus: int) -> Iterator[str]:
-    """Yield the steps asked for in their order, else all that this many GPUs can run. Print which are left out."""
+    """Yield the names asked for in their order, else the steps that this many GPUs can run. Print the others."""
     for name in only or CHECKS | MEASUREMENTS:
         if only is None and GPUS.get(name, 1) > gpus:
             print(f"{name} is left out: it needs {GPUS[name]} GPUs")
@@ -272,17 +286,19 @@ def chosen_steps(only: list[str] | None, gpus: int) -> Iterator[str]:
 def run_steps(steps: list[str], logs: Path, together: bool, end: float) -> Iterator[tuple[str, int | None, float]]:
     """Run the steps, and yield the name, exit code and seconds of each as it ends. The code of a cut-off step is None.
 
+    steps: names of `chosen_by_name`.
     together: steps run at the same time. Each waits until its GPUs are free, and none overtakes another.
     end: when steps are cut off and none begins any more, on the clock of time.monotonic.
     """
-    steps = list(steps)
+    steps, chosen = list(steps), chosen_by_name()
     free = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     count = len(free)
     running: dict[Future, tuple[str, list[str]]] = {}
     with ThreadPoolExecutor(count) as pool:
         while running or (steps and time.monotonic() < end):
             while steps and time.monotonic() < end:
-                needed = min(count, GPUS.get(steps[0], 1)) if together else count
+                step, _ = chosen[steps[0]]
+                needed = min(count, GPUS.get(step, 1)) if together else count
                 if needed > len(free):
                     break
                 name, gpus, free = steps.pop(0), free[:needed], free[needed:]
@@ -297,11 +313,14 @@ def run_steps(steps: list[str], logs: Path, together: bool, end: float) -> Itera
 
 
 def run(name: str, logs: Path, gpus: list[str], end: float) -> tuple[int | None, float]:
-    """Run one step on these GPUs, with its output in a log. Return the exit code, None if cut off, and the seconds."""
+    """Run one step or run of a step on these GPUs, with its output in a log of its name.
+
+    Return the exit code, None if cut off, and the seconds.
+    """
     log, figures = (logs / f"{name}.{kind}" for kind in ("log", "json"))
     figures.unlink(missing_ok=True)
-    command = [sys.executable, *(CHECKS | MEASUREMENTS)[name]]
-    if name in MEASUREMENTS:
+    command = [sys.executable, *command_of(*chosen_by_name()[name])]
+    if name not in CHECKS:
         command += ["--json", str(figures.resolve())]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     start = time.monotonic()
@@ -323,10 +342,16 @@ class ResultsFile:
         self._path = folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
         self._empty = {"gpu": gpu, "tests": [], "runs": {}}
 
-    def keep_runs(self, step: str, figures: dict) -> None:
-        """Replace the older runs of a measurement. If it failed in a later tier, the earlier ones have figures."""
+    def keep_runs(self, name: str, figures: dict) -> None:
+        """Replace the older runs of a measurement, or its run of this name.
+
+        figures: of one run, or by preset for a step of several. If it failed in a later tier, the earlier ones have
+            figures.
+        """
+        step, preset = chosen_by_name()[name]
         names, results = runs_of(step), self._read()
-        new = {step: figures} if len(names) == 1 else {names[preset]: run for preset, run in figures.items()}
+        is_one = preset or len(names) == 1
+        new = {name: figures} if is_one else {names[preset]: run for preset, run in figures.items()}
         runs = {**results["runs"], **new}
         known = [name for step in MEASUREMENTS for name in runs_of(step).values()]
         self._write({**results, "runs": {name: runs[name] for name in known if name in runs}})

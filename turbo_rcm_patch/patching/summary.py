@@ -244,6 +244,8 @@ def _row(blocks: str, sub_layer: str, name: str, steps: Sequence[Step]) -> Row:
 def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module, device: torch.device) -> BlockPlan:
     """Return what a block would do now with a call like its last one, outside of autograd and of `exact_steps`.
 
+    If such a call ran and the block has not changed since, this is the plan that ran.
+
     device: that of `device_of_calls`, which is slow to find: it walks through the whole model.
 
     For a block whose weights are sharded or offloaded until it runs, return the last plan that ran. For one that was
@@ -262,7 +264,7 @@ def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module, devic
     exactly = state.exactly or (NOT_COUNTED if latest.call.exactly == NOT_COUNTED else None)
     now = {"device": device, "dtype": dtype, "derivative": None, "backend": active_backend(), "exactly": exactly}
     now["sdpa"] = torch.nn.functional.scaled_dot_product_attention
-    return blocks.decide(block, latest._replace(call=latest.call._replace(**now)))
+    return state.plans.shown(block, latest._replace(call=latest.call._replace(**now)), blocks.decide)
 
 
 def device_of_calls(transformer: nn.Module) -> torch.device:

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -70,6 +72,34 @@ def test_images_are_made_while_later_frames_are_on_their_way(monkeypatch):
     monkeypatch.setattr(video_output, "_image", lambda frame: order.append("image") or image(frame))
     postprocess_video(VideoProcessor(), decoded(1), "pil")
     assert order == ["piece", "image"] * 5
+
+
+def test_all_images_of_a_piece_are_finished_before_the_next_piece_takes_its_memory(monkeypatch):
+    processor, video = VideoProcessor(), decoded(2, frames=7)
+    expected = processor.postprocess_video(video, "pil")
+    monkeypatch.setattr(video_output, "PIECE_BYTES", 3 * 3 * 9 * 7 * 4)  # 3 + 3 + 1 frames
+    pieces, image = video_output.pieces_on_cpu, video_output._image
+
+    def spoilt_later(*args):
+        for piece in pieces(*args):
+            yield piece
+            piece.fill_(77)
+
+    def slow(frame):
+        time.sleep(0.01)
+        return image(frame)
+
+    monkeypatch.setattr(video_output, "pieces_on_cpu", spoilt_later)
+    monkeypatch.setattr(video_output, "_image", slow)
+    assert same(postprocess_video(processor, video, "pil"), expected)
+
+
+def test_no_thread_is_left_even_after_an_error():
+    threads = threading.active_count()
+    postprocess_video(VideoProcessor(), decoded(), "pil")
+    with pytest.raises(TypeError):
+        postprocess_video(VideoProcessor(), decoded(channels=5), "pil")
+    assert threading.active_count() == threads
 
 
 @DEVICES

@@ -7,15 +7,18 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.changes import doubled_processor
 from tests.patching.lora.test_inside_projections import add_lora
-from tests.patching.pairs import families, output_of
+from tests.patching.pairs import every_family, families, make_pair, output_of, row
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.kernels.choice.registry import Op
 from turbo_rcm_patch.patching import changes
-from turbo_rcm_patch.patching.families import ltx2
+from turbo_rcm_patch.patching.families import family_of, ltx2
 from turbo_rcm_patch.patching.families.wan import block as wan_block
 from turbo_rcm_patch.patching.families.wan.sub_layers import BlockPlan
+from turbo_rcm_patch.patching.steps.plan import state_of
+from turbo_rcm_patch.patching.summary import current_plan, device_of_calls
 
 
 @pytest.fixture
@@ -44,6 +47,47 @@ def test_a_block_looks_for_changes_once_in_a_forward(events, name):
         events.clear()
         output_of(name, model)
         assert events == ["look", "run"] * blocks
+
+
+@every_family
+def test_the_summary_shows_the_plans_that_ran(name):
+    model, _, patch = make_pair(name)
+    output_of(name, model)
+    plans = {block: state_of(block).plans.ran for _, block in family_of(model).every_block(model)}
+    assert None not in plans.values()
+    assert shown_plans(model) == plans
+    changed, _ = next(iter(plans.items()))
+    changed.register_buffer("more", torch.zeros(1))
+    later = shown_plans(model)
+    assert {block for block, plan in later.items() if plan is not plans[block]} == {changed}
+    patch.restore()
+
+
+def shown_plans(model):
+    """The plans that the summary shows, by block."""
+    device = device_of_calls(model)
+    return {
+        block: current_plan(model, blocks, block, device)
+        for blocks in family_of(model).blocks
+        for _, block in blocks.of(model)
+    }
+
+
+def test_a_summary_decides_for_changed_blocks_alone_and_later_calls_keep_their_plans(events):
+    model = tiny_wan_transformer()
+    attn = model.blocks[0].attn1
+    with trp.patch(model, trp.Exact(cuda_graph="off")) as patch:
+        output_of("wan", model)
+        events.clear()
+        assert "processor Doubled" not in patch.summary()
+        assert "decide" not in events
+        usual, attn.processor = attn.processor, doubled_processor(attn)
+        assert row(patch, "self_attention", "attention").reasons["processor Doubled"] == 1
+        assert events.count("decide") == 1
+        attn.processor = usual
+        events.clear()
+        output_of("wan", model)
+        assert events == ["look", "run"] * len(model.blocks)
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -69,6 +69,63 @@ def test_a_step_of_several_tiers_gives_a_run_for_each(tmp_path, monkeypatch, gpu
     assert list(runs.items()) == [("a-2-gpus", {"x": 1}), ("a-block-sparse-2-gpus", {"x": 2}), ("b", {"x": 3})]
 
 
+OF_TIERS = f"""
+import json, os, sys
+presets = [part for part in sys.argv if part in {tuple(gpu_session.ENDINGS)}]
+run = {{"alone": len(presets) == 1, "gpus": os.environ["CUDA_VISIBLE_DEVICES"]}}
+figures = dict.fromkeys(presets, run)
+with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
+    json.dump(figures if len(presets) > 1 else run, file)
+"""  # figures of the shape that end_to_end.py writes
+
+
+def test_one_run_of_a_step_is_measured_with_its_preset_alone(tmp_path, monkeypatch, capsys, gpu):
+    command = ("-c", OF_TIERS, "--preset", "exact", "sparse", "block_sparse")
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"a-2-gpus": command})
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    path = tmp_path / "results/nvidia-geforce-x-2-test.json"
+
+    def alone():
+        return {name: run["alone"] for name, run in json.loads(path.read_text())["runs"].items()}
+
+    assert session(tmp_path, "a-block-sparse-2-gpus") == 0
+    assert alone() == {"a-block-sparse-2-gpus": True}
+    assert session(tmp_path, "a-2-gpus") == 0
+    assert alone() == {"a-2-gpus": False, "a-sparse-2-gpus": False, "a-block-sparse-2-gpus": False}
+    assert session(tmp_path, "a-block-sparse-2-gpus", "a-sparse-2-gpus") == 0
+    assert alone() == {"a-2-gpus": False, "a-sparse-2-gpus": True, "a-block-sparse-2-gpus": True}
+    with pytest.raises(SystemExit):
+        session(tmp_path, "a-quantized-2-gpus")
+    assert "invalid choice: 'a-quantized-2-gpus' (choose from" in capsys.readouterr().err
+
+
+def test_a_run_gets_the_gpus_that_its_step_needs(tmp_path, monkeypatch, gpu):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"a": ("-c", OF_TIERS, "--preset", "exact", "sparse")})
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    monkeypatch.setattr(gpu_session, "GPUS", {"a": 2})
+    assert session(tmp_path, "a-sparse", options=["--together"]) == 0
+    runs = json.loads((tmp_path / "results/nvidia-geforce-x-2-test.json").read_text())["runs"]
+    assert runs == {"a-sparse": {"alone": True, "gpus": "4,5"}}
+
+
+def test_the_name_of_a_step_is_not_taken_for_a_run_of_another(monkeypatch):
+    steps = {"a": ("--preset", "exact", "sparse"), "a-sparse": ("--preset", "sparse", "--steps", "1")}
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", steps)
+    chosen = gpu_session.chosen_by_name()
+    assert (chosen["a"], chosen["a-sparse"]) == (("a", ""), ("a-sparse", ""))
+    assert gpu_session.command_of(*chosen["a"]) == list(steps["a"])
+
+
+def test_each_run_of_the_measurements_has_a_name_of_its_own_and_its_steps_command():
+    names = [name for step in gpu_session.MEASUREMENTS for name in gpu_session.runs_of(step).values()]
+    assert len(names) == len(set(names))
+    assert set(names) <= set(gpu_session.chosen_by_name())
+    step, preset = gpu_session.chosen_by_name()["wan2.2-5b-decoded-block-sparse-2-gpus"]
+    assert (step, preset, gpu_session.GPUS[step]) == ("wan2.2-5b-decoded-2-gpus", "block_sparse", 2)
+    assert gpu_session.command_of(step, preset)[-4:] == ["--preset", "block_sparse", "--ulysses", "2"]
+
+
 def waits_for(mine, other):
     """A step that writes the GPUs that it sees, and waits until another step has written its own."""
     return (

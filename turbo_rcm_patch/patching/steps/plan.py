@@ -171,17 +171,27 @@ class Plans:
         if torch.compiler.is_compiling() or call.call.derivative == "forward":
             return decide(block, call)  # in a traced call torch.compile's own guards notice changes
         self.latest = call
-        known = self._known
-        is_of_block = known is not None and known[0] is block  # not in a shallow copy, which shares this object
-        if not is_of_block or not known[1].holds():
-            self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE), {}
-        plans = known[2]
+        plans = self._unchanged(block)
+        if plans is None:
+            plans = {}
+            self._known = block, Snapshot(_objects(block), addresses=False, live=LIVE), plans
         plan = plans.get(call)
         if plan is None:
             if len(plans) >= self.KEPT:
                 plans.clear()
             plan = plans[call] = decide(block, call)
         return plan
+
+    def shown(self, block: nn.Module, call: BlockCall, decide: Callable[[nn.Module, BlockCall], Plan]) -> Plan:
+        """Return the plan that `get` would return, for a call that does not happen: nothing is kept."""
+        plan = (self._unchanged(block) or {}).get(call)
+        return decide(block, call) if plan is None else plan
+
+    def _unchanged(self, block: nn.Module) -> dict[BlockCall, object] | None:
+        """Return the plans of a block, or None if something about its modules changed since they were made."""
+        known = self._known
+        is_of_block = known is not None and known[0] is block  # not in a shallow copy, which shares this object
+        return known[2] if is_of_block and known[1].holds() else None
 
     @property
     def ran(self) -> object | None:

@@ -3,8 +3,8 @@
 diffusers denormalises in the VAE's dtype and copies to pageable memory. There it moves the channels last, converts to
 fp32 and, for PIL, rounds x · 255. Here the same arithmetic runs on the video's device. So "pil" copies 8 bits instead
 of the VAE's 16 or 32. A piece is copied through pinned memory while the CPU works on the piece before it, and while the
-GPU decodes the frames after it. diffusers still handles "pt", which it leaves on the device, and everything that this
-file does not know.
+GPU decodes the frames after it. A few threads make PIL's images, which takes longer than the copy. diffusers still
+handles "pt", which it leaves on the device, and everything that this file does not know.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ PATCHED = "postprocess_video"
 # diffusers' methods between the decoded video and what a pipeline returns.
 READ = ("postprocess", "_denormalize_conditionally", "denormalize", "pt_to_numpy", "numpy_to_pil")
 PIECE_BYTES = 16 * 2**20
+THREADS = 4  # that make PIL's images
 NOTE = 'video output: "np" and "pil" converted where the VAE decodes, and from a GPU copied through pinned memory'
 
 
@@ -88,7 +90,8 @@ def postprocess_video(
         return pieces_on_cpu(sample.transpose(0, 1), convert, marks)
 
     if output_type == "pil":
-        return [[_image(frame) for piece in pieces_of(sample) for frame in piece.numpy()] for sample in video]
+        with ThreadPoolExecutor(THREADS) as pool:
+            return [_images(pieces_of(sample), pool) for sample in video]
     B, C, F, H, W = video.shape
     arrays = np.empty((B, F, H, W, C), np.float32)
     for sample, array in zip(video, arrays, strict=True):
@@ -105,10 +108,20 @@ def _is_decoded(video: object) -> bool:
     return video.is_floating_point() and video.numel() > 0
 
 
+def _images(pieces: Iterable[torch.Tensor], pool: ThreadPoolExecutor) -> list[Image.Image]:
+    """Return the images of all pieces. Those of a piece are finished before the next piece may take its memory."""
+    return [image for piece in pieces for image in pool.map(_image, piece.numpy())]
+
+
 def _image(frame: np.ndarray) -> Image.Image:
     """Return a frame [H, W, C] as an image with pixels of its own."""
-    image = Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
-    return image if image.mode == "RGB" else image.copy()  # PIL copies RGB, and reads other pixels where they are
+    H, W, C = frame.shape
+    if C != 3:
+        return Image.fromarray(frame[..., 0] if C == 1 else frame).copy()
+    # fromarray would first fill the image with zeros, which holds the GIL. The copy itself releases it.
+    image = Image.new("RGB", (W, H), None)
+    image.frombytes(frame)
+    return image
 
 
 def to_8_bits(images: torch.Tensor) -> torch.Tensor:
