@@ -23,10 +23,12 @@ from turbo_rcm_patch.kernels.reference import repeat_residual
 from turbo_rcm_patch.patching.families.vae import steps
 from turbo_rcm_patch.patching.families.vae.decoder import _Decoder
 from turbo_rcm_patch.patching.families.vae.layers import with_last_frames
+from turbo_rcm_patch.patching.families.vae.shown import network_steps
 from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
 from turbo_rcm_patch.tiers import EXACT
 
 FP32 = EXACT.limits.fp32
+BF16, FP16 = torch.bfloat16, torch.float16
 # A smaller decoder with an upsampler of each kind, because the interpreter runs the kernels slowly.
 FEW_LEVELS = {"dim_mult": [1] * 3, "temperal_downsample": [True, False]}
 # One norm of these is over one channel: a sign, which any rounding of a value near 0 turns round.
@@ -345,6 +347,25 @@ def test_each_norm_and_each_convolution_is_one_launch():
     assert (rows["norm + SiLU"].kernel, rows["convolution"].kernel) == ("Triton", "portable Triton")
     projection = rows["projection"]
     assert (projection.kernel, projection.reasons) == ("PyTorch linear", {"nothing to fuse": projection.count})
+
+
+@pytest.mark.parametrize(("dtype", "capability", "count"), [(BF16, (9, 0), 22), (FP16, (9, 0), 0), (BF16, (12, 0), 0)])
+def test_the_summary_and_the_launches_have_pairs_of_frames(dtype, capability, count):
+    """In Wan 2.1's decoder all resnets but those of 96 channels have them, on sm_90."""
+    with torch.device("meta"):
+        vae = AutoencoderKLWan().to(dtype).eval()
+        z = torch.empty(1, 16, 3, 60, 104, dtype=dtype)
+    with trp.patch(vae) as patch, torch.no_grad():
+        with meta_is_gpu(capability, 132):
+            steps_of_decoder = dict(network_steps(vae, "decoder"))["convolution"]
+            rows = {row.step: row for row in patch.rows() if row.blocks == "decoder"}
+        launched = []
+        with meta_is_gpu(capability, 132), recorded(launched.append):
+            vae.decode(z)
+    assert sum(step.kernel == steps.PAIRS for step in steps_of_decoder) == count
+    assert (steps.PAIRS in rows["convolution"].kernel) == (count > 0)
+    names = Counter(launch.kernel.fn.__name__ for launch in launched)
+    assert (names["conv_pairs_kernel"] > 0) == (names["_rms_norm_silu_pairs_kernel"] > 0) == (count > 0)
 
 
 def test_other_decoders_of_the_class(diffusers_is_off):
