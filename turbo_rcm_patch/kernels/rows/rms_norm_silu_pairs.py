@@ -21,8 +21,7 @@ from ..launch import launch_kernel
 from ..sizes import cdiv, next_power_of_2
 from .rms_norm_silu import normalize, silu
 
-ELEMENTS = 2048  # of a frame, per program
-VALUES_OF_A_WARP = 512
+ELEMENTS = 512  # of a frame, per program and per warp: 4 to 25 % faster than four warps with 2048 (H200)
 
 
 @kernel_op("rms_norm_silu_pairs", mutates_args=("front",))
@@ -35,7 +34,7 @@ def _rms_norm_silu_pairs(x: torch.Tensor, weight: torch.Tensor, front: torch.Ten
     operands = (x.contiguous(), weight.contiguous(), front, planes, T, H * W, C, C**0.5)
     launch_kernel(
         _rms_norm_silu_pairs_kernel, grid, *operands, ROWS=rows, BLOCK=block,
-        num_warps=max(1, min(8, rows * block // VALUES_OF_A_WARP)),
+        num_warps=max(1, min(32, rows * block // ELEMENTS)),
     )  # fmt: skip
     return planes
 
