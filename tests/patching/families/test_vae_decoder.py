@@ -11,7 +11,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import DupUp3D
 
 import turbo_rcm_patch as trp
 from scripts.tools import compile_without_gpu
-from tests.oracle import assert_no_worse, relative_error
+from tests.oracle import assert_no_worse, combined_weight, relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
@@ -247,7 +247,7 @@ def test_pairs_of_frames(kind, chunk, has_front, monkeypatch):
         return None if spec.shape[1] % 3 == 2 and spec.weight_shape[1:4] == (3, 3, 3) else "another number of frames"
 
     monkeypatch.setattr(steps, "CONV_PAIRS", Op("conv_pairs", (Kernel(steps.PAIRS, why_not, convolved), NOTHING_FUSED)))
-    monkeypatch.setattr(steps, "pair_weight", combined)
+    monkeypatch.setattr(steps, "pair_weight", combined_weight)
     if has_front:
         op = replace(kernels.CONV_SKIP, kernels=(Kernel("with a front", lambda _: None, kernels.reference.conv_skip),))
         monkeypatch.setattr(steps.kernels, "CONV_SKIP", op)
@@ -258,12 +258,6 @@ def test_pairs_of_frames(kind, chunk, has_front, monkeypatch):
 
 
 NOTHING_FUSED = Kernel("reference", lambda _: None, None, is_fused=False)
-
-
-def combined(weight):
-    """`pair_weight` in plain torch."""
-    first, middle, last = weight.flatten(2, 3).unbind(1)
-    return torch.stack(((first + middle + last) / 2, (first - middle + last) / 2, first, -last), 1).half()
 
 
 def test_an_image_has_no_pairs_of_frames(monkeypatch):
