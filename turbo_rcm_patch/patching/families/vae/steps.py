@@ -119,11 +119,12 @@ class PackedWeights:
 
     def of_pairs(self, conv: nn.Conv3d) -> torch.Tensor:
         """Return a convolution's weight for pairs of frames [N, 4, 9, C], kept if the convolution's own is small."""
-        if (known := self._packed.get(conv)) is not None:
-            return known
+        key = conv, "pairs"
+        if key in self._packed:
+            return self._packed[key]
         weight = pair_weight(conv.weight.permute(0, 2, 3, 4, 1))
         if conv.weight.nbytes <= SMALL and not recording():
-            self._packed[conv] = weight
+            self._packed[key] = weight
         return weight
 
 
