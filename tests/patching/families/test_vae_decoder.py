@@ -15,6 +15,7 @@ from tests.oracle import assert_no_worse, combined_weight, relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
+from turbo_rcm_patch.kernels.conv import conv_pairs_sm90
 from turbo_rcm_patch.kernels.conv.conv_pairs import conv_pairs_reference
 from turbo_rcm_patch.kernels.conv.conv_tiles import residual_repeats
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
@@ -344,8 +345,9 @@ def test_each_norm_and_each_convolution_is_one_launch():
 
 
 @pytest.mark.parametrize(("dtype", "capability", "count"), [(BF16, (9, 0), 22), (FP16, (9, 0), 0), (BF16, (12, 0), 0)])
-def test_the_summary_and_the_launches_have_pairs_of_frames(dtype, capability, count):
+def test_the_summary_and_the_launches_have_pairs_of_frames(dtype, capability, count, monkeypatch):
     """In Wan 2.1's decoder all resnets but those of 96 channels have them, on sm_90."""
+    monkeypatch.setattr(conv_pairs_sm90, "HAS_WIDE", True)
     with torch.device("meta"):
         vae = AutoencoderKLWan().to(dtype).eval()
         z = torch.empty(1, 16, 3, 60, 104, dtype=dtype)
