@@ -236,12 +236,13 @@ def test_pairs_of_frames(kind, chunk, has_front, monkeypatch):
 
     The sums of frames are in fp16, so that the result has 11 bits.
     """
-    vae, z, counts = tiny_vae(kind), tiny_latents(6, 1), Counter()
+    vae, z, counts = tiny_vae(kind), tiny_latents(6, 2), Counter()
     expected = decode(vae, z)
 
     def convolved(planes, weight, bias, residual, frames, dtype):
         counts["pairs"] += 1
-        return conv_pairs_reference(planes, weight, bias, residual, frames, dtype)
+        y = conv_pairs_reference(planes, weight, bias, residual, frames, dtype)
+        return torch.cat((y, torch.full_like(y[:, :1], torch.nan)), 1)[:, :frames]  # as the kernel's, not packed
 
     def why_not(spec):
         counts["asked"] += 1
@@ -259,6 +260,20 @@ def test_pairs_of_frames(kind, chunk, has_front, monkeypatch):
 
 
 NOTHING_FUSED = Kernel("reference", lambda _: None, None, is_fused=False)
+
+
+@pytest.mark.parametrize(("small", "is_kept"), [(1 << 20, True), (0, False)])
+def test_small_weights_of_pairs_are_kept_but_not_recorded_ones(small, is_kept, monkeypatch):
+    conv, weights = torch.nn.Conv3d(2, 3, 3), steps.PackedWeights()
+    monkeypatch.setattr(steps, "SMALL", small)
+    monkeypatch.setattr(steps, "pair_weight", combined_weight)
+    monkeypatch.setattr(steps, "recording", lambda: True)
+    recorded_one = weights.of_pairs(conv)
+    monkeypatch.setattr(steps, "recording", lambda: False)
+    first, second = weights.of_pairs(conv), weights.of_pairs(conv)
+    assert first is not recorded_one
+    assert (first is second) == is_kept
+    assert first.shape == (3, 4, 9, 2)
 
 
 def test_an_image_has_no_pairs_of_frames(monkeypatch):

@@ -312,6 +312,15 @@ def test_the_option_counts_latent_frames():
     assert frames_at_once(vae, tiny_latents(), 3) == [3, 3, 6, 12, 12]
 
 
+def test_small_weights_of_pairs_of_frames_count_too():
+    """In Wan 2.1's decoder eight convolutions of 192 channels have them beside their own. An image has none."""
+    with torch.device("meta"):
+        decoder = AutoencoderKLWan().decoder.bfloat16()
+    more = weights_bytes(decoder) - weights_bytes(decoder, is_image=True)
+    assert more == 8 * 36 * 192 * 192 * 2
+    assert weights_bytes(decoder, is_image=True) == weights_bytes(decoder.half())
+
+
 @pytest.mark.parametrize(("free", "expected"), [(1 << 40, "all"), (3 << 30, "fewer"), (0, "one")])
 def test_fewer_where_memory_is_short(free, expected):
     vae, z = real("wan 2.1, 480p")

@@ -21,8 +21,7 @@ from ..launch import launch_kernel
 from ..sizes import cdiv, next_power_of_2
 from .rms_norm_silu import normalize, silu
 
-ELEMENTS = 2048  # of a frame, per program
-VALUES_OF_A_WARP = 512
+ELEMENTS = 2048  # of a frame, per program of four warps
 
 
 @kernel_op("rms_norm_silu_pairs", mutates_args=("front",))
@@ -33,10 +32,7 @@ def _rms_norm_silu_pairs(x: torch.Tensor, weight: torch.Tensor, front: torch.Ten
     rows = max(1, ELEMENTS // block)
     grid = (cdiv(H * W, rows), B)
     operands = (x.contiguous(), weight.contiguous(), front, planes, T, H * W, C, C**0.5)
-    launch_kernel(
-        _rms_norm_silu_pairs_kernel, grid, *operands, ROWS=rows, BLOCK=block,
-        num_warps=max(1, min(8, rows * block // VALUES_OF_A_WARP)),
-    )  # fmt: skip
+    launch_kernel(_rms_norm_silu_pairs_kernel, grid, *operands, ROWS=rows, BLOCK=block, num_warps=4)
     return planes
 
 
