@@ -127,7 +127,7 @@ OTHER = "not for other windows than 3×3×3 or other channels"
         ((1, 5, 240, 416, 192), 192, (3, 3, 3), None),
         ((1, 3, 240, 416, 192), 192, (3, 3, 3), "not for so few frames"),  # 8 of 9 products
         ((1, 1, 240, 416, 192), 192, (3, 3, 3), "not for so few frames"),
-        ((1, 4, 16, 24, 192), 192, (3, 3, 3), "not for fewer tiles than multiprocessors"),
+        ((1, 4, 64, 64, 192), 192, (3, 3, 3), "not for fewer tiles than multiprocessors"),
         ((1, 4, 240, 416, 96), 192, (3, 3, 3), OTHER),
         ((1, 4, 480, 832, 64), 96, (3, 3, 3), OTHER),
         ((1, 4, 480, 832, 64), 64, (3, 3, 3), OTHER),

@@ -287,9 +287,8 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
             block_input = module.resnets[0].in_dim
         elif type(module) in RESIDUAL_BLOCK:
             given, made = module.in_dim, module.out_dim
-            first = _copies(module.conv1) * given + made
-            second = (_copies(module.conv2) + (2 if given != made else 1)) * made
-            alive = max(alive, pixels * frames * (block_input + given + max(2 * given, first, second)))
+            second = (_copies(module.conv2) + (2 if given != made else 1)) * made  # no less than of the first
+            alive = max(alive, pixels * frames * (block_input + given + max(2 * given, second)))
             kept += pixels * _kept(module)
         elif type(module) in RESAMPLE:
             alive = max(alive, pixels * frames * (block_input + 2.25 * module.dim))
