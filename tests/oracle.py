@@ -37,3 +37,9 @@ def assert_no_worse(actual, reference, oracle, *, factor=EXACT.limits.factor):
     limit = replace(EXACT.limits, factor=factor).allowed(relative_error(reference, oracle), actual.dtype)
     error = relative_error(actual, oracle)
     assert error <= limit, f"relative error {error:.3e} > {limit:.3e}"
+
+
+def combined_weight(weight, dtype=torch.float16):
+    """`pair_weight` in plain torch: the weight [N, 4, 9, C] for pairs of frames, of one [N, 3, 3, 3, C]."""
+    first, middle, last = weight.flatten(2, 3).unbind(1)
+    return torch.stack(((first + middle + last) / 2, (first - middle + last) / 2, first, -last), 1).to(dtype)

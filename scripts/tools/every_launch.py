@@ -359,17 +359,15 @@ def launch_convolution(
 
 
 def launch_conv_pairs() -> None:
+    """The norm and the weight's sums are launched where the convolution runs: on sm_90, in bf16."""
     sizes = ((64, 128), (192, 192), (384, 384), (256, 256), (512, 1024))  # all columns, with channels of a whole step
-    for (C, N), residual in product(sizes, (True, False)):
+    for (C, N), has_residual in product(sizes, (True, False)):
         spec = ConvSpec(device=DEVICE, dtype=BF16, shape=(1, 4, 60, 104, C), weight_shape=(N, 3, 3, 3, C))
-        planes, weight = meta(1, 2, 4, 60, 104, C, dtype=FP16), meta(N, 4, 9, C, dtype=FP16)
         if CONV_PAIRS.why_not_fused(spec) is None:
-            kept = meta(1, 3, 60, 104, N) if residual else None
-            CONV_PAIRS.pick(spec).launch(planes, weight, meta(N) if residual else None, kept, 3, BF16)
-    for dtype, C in product(KERNEL_DTYPES, (64, 192, 384, 512, 1024)):
-        x, front = meta(1, 3, 60, 104, C, dtype=dtype), meta(1, 2, 60, 104, C, dtype=dtype)
-        launch_of(RMS_NORM_SILU_PAIRS)(x, meta(C, dtype=dtype), front)
-        pair_weight(meta(C, 192, 3, 3, 3, dtype=dtype).permute(0, 2, 3, 4, 1))
+            planes = launch_of(RMS_NORM_SILU_PAIRS)(meta(1, 3, 60, 104, C), meta(C), meta(1, 2, 60, 104, C))
+            weight = pair_weight(meta(N, C, 3, 3, 3).permute(0, 2, 3, 4, 1))
+            residual, bias = (meta(1, 3, 60, 104, N), meta(N)) if has_residual else (None, None)
+            CONV_PAIRS.pick(spec).launch(planes, weight, bias, residual, 3, BF16)
 
 
 def launch_conv_8bit() -> None:

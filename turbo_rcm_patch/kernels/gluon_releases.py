@@ -25,7 +25,8 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 
 SM_90 = 90  # Triton's name for the architecture
-NEEDS_OLDER_PTXAS = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) >= (3, 9)
+RELEASE = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
+NEEDS_OLDER_PTXAS = RELEASE >= (3, 9)
 
 
 def jit(**options: object) -> Callable[[Callable], GluonJITFunction]:

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels import gluon_on_cpu
 from tests.kernels.conv.test_conv_sm90 import MODULES
-from tests.oracle import assert_no_worse, relative_error, torch_device
+from tests.oracle import assert_no_worse, combined_weight, relative_error, torch_device
 from turbo_rcm_patch.kernels import reference
 from turbo_rcm_patch.kernels.conv import conv_pairs_sm90, conv_sm90
 from turbo_rcm_patch.kernels.conv.conv_pairs import CONV_PAIRS, PAIRS, conv_pairs_reference
@@ -20,10 +20,10 @@ kernel_module = pytest.importorskip("turbo_rcm_patch.kernels.conv.conv_pairs_sm9
 
 # B, T, H, W, C, N: all columns, one and several depths, cut boxes, odd numbers of boxes and of frames, two samples.
 SIZES = {
-    "192 columns": (1, 4, 9, 7, 64, 192),
-    "192 columns, two depths": (1, 2, 8, 8, 128, 384),
-    "128 columns, two samples": (2, 3, 5, 9, 64, 128),
-    "384 and 128 columns": (1, 3, 3, 17, 64, 512),
+    "192 columns": (1, 5, 9, 2, 64, 192),
+    "192 columns, two depths": (1, 2, 8, 9, 128, 192),
+    "128 columns, two samples": (2, 3, 1, 3, 64, 128),
+    "384 and 128 columns": (1, 2, 3, 17, 64, 512),
     "one pixel": (2, 2, 1, 1, 64, 192),
 }
 
@@ -60,12 +60,13 @@ def planes_of(x, gain, before):
 def on_cpu(monkeypatch):
     """Runs the launcher with its kernel on the CPU, as a number of programs."""
     monkeypatch.setattr(conv_pairs_sm90, "device_properties", lambda device: ((9, 0), 1))
+    monkeypatch.setattr(conv_pairs_sm90, "HAS_WIDE", True)
 
     def run(x, gain, before, weight, bias, residual, programs=1, seed=0, **names):
         planes = planes_of(x, gain, before)
         B, pairs, _, H, W, _ = planes.shape
         out = torch.full((B, 2 * pairs, H, W, len(weight)), torch.nan, dtype=x.dtype)
-        launch = partial(conv_pairs_sm90.launch, planes, pair_weight(weight), bias, residual, out)
+        launch = partial(conv_pairs_sm90.launch, planes, combined_weight(weight.float()), bias, residual, out)
         gluon_on_cpu.run_launches(
             monkeypatch, conv_pairs_sm90, launch, (kernel_module, *MODULES), programs, seed, **names
         )
@@ -75,22 +76,21 @@ def on_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("programs", [1, 3])
-def test_every_step_and_tile(name, programs, on_cpu):
+def test_every_step_and_tile(name, on_cpu):
     *tensors, bias, residual = operands(*SIZES[name])
-    for given in ((*tensors, bias, residual), (*tensors, None, None)):
+    for programs, given in ((1, (*tensors, bias, residual)), (3, (*tensors, None, None))):
         check(on_cpu(*given, programs, programs), given)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_loads_may_arrive_at_any_time(seed, on_cpu):
-    tensors = operands(*SIZES["192 columns"])
+    tensors = operands(*SIZES["128 columns, two samples"])
     check(on_cpu(*tensors, seed=seed), tensors)
 
 
 def test_a_wait_too_few_shows(on_cpu):
     with pytest.raises(AssertionError, match="before it was waited for"):
-        on_cpu(*operands(*SIZES["192 columns"]), warpgroup_mma_wait=lambda outstanding, deps: deps)
+        on_cpu(*operands(*SIZES["one pixel"]), warpgroup_mma_wait=lambda outstanding, deps: deps)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -99,7 +99,7 @@ def test_the_reference(name):
     tensors = operands(*SIZES[name], dtype=torch.float32)
     x, gain, before, weight, bias, residual = tensors
     actual = conv_pairs_reference(
-        planes_of(x, gain, before), pair_weight(weight), bias, residual, x.shape[1], torch.float32
+        planes_of(x, gain, before), combined_weight(weight), bias, residual, x.shape[1], torch.float32
     )
     assert actual.shape == residual.shape
     exact = oracle_of(*(tensor.double() for tensor in tensors))
@@ -111,8 +111,7 @@ def test_the_reference(name):
 def test_weights_are_combined_in_fp32(N, C, packed, device):
     weight = torch.randn(N, C, 3, 3, 3).permute(0, 2, 3, 4, 1)  # a module's memory
     combined = pair_weight((weight.contiguous() if packed else weight).to(torch_device(device))).cpu()
-    first, middle, last = weight.double().flatten(2, 3).unbind(1)
-    expected = torch.stack(((first + middle + last) / 2, (first - middle + last) / 2, first, -last), 1)
+    expected = combined_weight(weight.double(), torch.float64)
     assert (combined.dtype, combined.shape) == (torch.float16, (N, 4, 9, C))
     torch.testing.assert_close(combined.double(), expected, rtol=2**-11, atol=1e-7)
 
@@ -128,20 +127,49 @@ OTHER = "not for other windows than 3×3×3 or other channels"
         ((1, 5, 240, 416, 192), 192, (3, 3, 3), None),
         ((1, 3, 240, 416, 192), 192, (3, 3, 3), "not for so few frames"),  # 8 of 9 products
         ((1, 1, 240, 416, 192), 192, (3, 3, 3), "not for so few frames"),
-        ((1, 4, 16, 24, 192), 192, (3, 3, 3), "not for fewer tiles than multiprocessors"),
+        ((1, 4, 64, 64, 192), 192, (3, 3, 3), "not for fewer tiles than multiprocessors"),
         ((1, 4, 240, 416, 96), 192, (3, 3, 3), OTHER),
         ((1, 4, 480, 832, 64), 96, (3, 3, 3), OTHER),
         ((1, 4, 480, 832, 64), 64, (3, 3, 3), OTHER),
+        ((1, 4, 480, 832, 64), 144, (3, 3, 3), OTHER),
         ((1, 4, 240, 416, 192), 192, (1, 3, 3), OTHER),
         ((1, 4, 240, 416, 192), 384, (3, 1, 1), OTHER),
     ],
 )
 def test_sizes(shape, N, window, expected, monkeypatch):
     monkeypatch.setattr(conv_pairs_sm90, "device_properties", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(conv_pairs_sm90, "HAS_WIDE", True)
     monkeypatch.setattr(conv_sm90, "why_not_on", lambda device, dtype: None)
     sizes = shape, (N, *window, shape[-1])
     assert conv_pairs_sm90.why_not(torch.device("cpu"), torch.bfloat16, *sizes) == expected
     assert "fp16" in conv_pairs_sm90.why_not(torch.device("cpu"), torch.float16, *sizes)
+
+
+@pytest.mark.parametrize(("N", "expected"), [(192, "not for these channels with Triton 3.8 and later"), (384, None)])
+def test_without_tiles_of_192_columns(N, expected, monkeypatch):
+    monkeypatch.setattr(conv_pairs_sm90, "device_properties", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(conv_pairs_sm90, "HAS_WIDE", False)
+    monkeypatch.setattr(conv_sm90, "why_not_on", lambda device, dtype: None)
+    sizes = (1, 6, 240, 416, N), (N, 3, 3, 3, N)
+    assert conv_pairs_sm90.why_not(torch.device("cpu"), torch.bfloat16, *sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("N", "has_wide", "expected"),
+    [
+        (128, True, [(0, 128, 0)]),
+        (192, True, [(0, 192, 64)]),
+        (256, True, [(0, 256, 0)]),
+        (384, True, [(0, 384, 64)]),
+        (384, False, [(0, 384, 0)]),
+        (512, True, [(0, 384, 64), (384, 512, 0)]),
+        (1024, True, [(0, 768, 64), (768, 1024, 0)]),
+    ],
+)
+def test_columns_of_tiles(N, has_wide, expected):
+    shapes = (1, 2, 4, 8, 8, 64), None, (1, 4, 8, 8, N)
+    launches = conv_pairs_sm90._launches(*shapes, torch.bfloat16, 132, has_wide)
+    assert [(columns.start, columns.stop, constants["TAIL"]) for columns, *_, constants in launches] == expected
 
 
 @pytest.mark.gpu
@@ -165,7 +193,7 @@ def test_matches_the_oracle(name, sm_90, monkeypatch):
 @pytest.mark.gpu
 def test_the_ops_together(sm_90):
     """The norm and the convolution, as the decoder calls them."""
-    *tensors, bias, residual = operands(1, 5, 120, 208, 192, 192, sm_90, torch.bfloat16)
+    *tensors, bias, residual = operands(1, 5, 120, 208, 192, 256, sm_90, torch.bfloat16)
     x, gain, before, weight = tensors
     spec = ConvSpec(device=sm_90, dtype=x.dtype, shape=x.shape, weight_shape=weight.shape)
     if conv_sm90.why_not_on(sm_90, x.dtype) is not None:

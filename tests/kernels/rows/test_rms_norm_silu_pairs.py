@@ -46,6 +46,14 @@ def test_matches_the_oracle(shape, compute, device):
         check(x, weight, front, compute)
 
 
+def test_an_odd_number_of_frames_of_pairs(device):
+    """A convolution's result for two samples, which lacks the last frame of its memory."""
+    x, front, weight = (
+        torch.randn(*shape, device=torch_device(device)) for shape in ((2, 4, 2, 3, 8), (2, 2, 2, 3, 8), (8,))
+    )
+    check(x[:, :3], weight, front, LAUNCH)
+
+
 def test_chunks_are_the_video(device):
     """Chunks of any size go on from the frames that the chunk before has left."""
     device = torch_device(device)

@@ -86,7 +86,7 @@ def convolved_in_pairs(planes, weight, bias, residual, frames, dtype):
 
 def why_not_in_pairs(spec):
     """Return what the kernel for sm_90 says on a GPU with few multiprocessors."""
-    few = mock.patch.object(conv_pairs_sm90, "device_properties", return_value=((9, 0), 1))
+    few = mock.patch.multiple(conv_pairs_sm90, device_properties=lambda _: ((9, 0), 1), HAS_WIDE=True)
     with mock.patch.object(conv_sm90, "why_not_on", return_value=None), few:
         return conv_pairs_sm90.why_not(spec.device, spec.dtype, spec.shape, spec.weight_shape)
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanUpBlock
 
 import turbo_rcm_patch as trp
 from tests.patching.families.peak import as_on_a_gpu
@@ -18,12 +19,15 @@ from turbo_rcm_patch.patching.families.vae.chunks import (
     MOST_ELEMENTS,
     TILES_WORKING_SET,
     WORKING_SET,
+    _alive_in_encoder,
+    _alive_in_resnets,
     decoding_bytes,
     encoding_bytes,
     frames_at_once,
     frames_to_encode,
     free_for_decoding,
     output_shape,
+    stages_of,
     unpatched_decoding_bytes,
     unpatched_encoding_bytes,
     weights_bytes,
@@ -310,6 +314,45 @@ def test_the_config_says_how_much_is_taken_at_a_time():
 def test_the_option_counts_latent_frames():
     vae = tiny_vae()
     assert frames_at_once(vae, tiny_latents(), 3) == [3, 3, 6, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("given", "made", "dtype", "alive"),
+    [
+        (128, 128, torch.bfloat16, 5 * 128),
+        (96, 128, torch.bfloat16, 96 + 4 * 128),
+        (512, 128, torch.bfloat16, 3 * 512 + 128),
+        (128, 128, torch.float16, 4 * 128),
+    ],
+)
+def test_planes_of_pairs_of_frames_count_twice(given, made, dtype, alive):
+    with torch.device("meta"):
+        block = WanUpBlock(given, made, num_res_blocks=1).to(dtype)
+    assert _alive_in_resnets(block, ()) == alive
+    assert _alive_in_resnets(block, set(block.modules())) == given + max(2 * given, 3 * made)
+
+
+def test_an_image_has_no_planes():
+    with torch.device("meta"):
+        decoder = AutoencoderKLWan(**TI2V_5B_VAE).decoder.bfloat16()
+    video, image = (stages_of(decoder, is_image=is_image)[-1] for is_image in (False, True))
+    assert image.alive * (3 * 512 + 256) == video.alive * 3 * 512
+
+
+def test_planes_count_in_an_encoder():
+    """The second convolution's planes, its result and the shortcut's, beside the resnet's input."""
+    with torch.device("meta"):
+        vae = AutoencoderKLWan(base_dim=128, dim_mult=[2], num_res_blocks=1, temperal_downsample=[]).bfloat16()
+    assert _alive_in_encoder(vae.encoder)[0] == 128 + 4 * 256
+
+
+def test_small_weights_of_pairs_of_frames_count_too():
+    """In Wan 2.1's decoder eight convolutions of 192 channels have them beside their own. An image has none."""
+    with torch.device("meta"):
+        decoder = AutoencoderKLWan().decoder.bfloat16()
+    more = weights_bytes(decoder) - weights_bytes(decoder, is_image=True)
+    assert more == 8 * 36 * 192 * 192 * 2
+    assert weights_bytes(decoder, is_image=True) == weights_bytes(decoder.half())
 
 
 @pytest.mark.parametrize(("free", "expected"), [(1 << 40, "all"), (3 << 30, "fewer"), (0, "one")])

@@ -17,7 +17,11 @@ from .conv_sm90 import REMEMBERED, descriptor, fields_of, split_columns
 from .conv_tiles import choose_box
 
 if conv_sm90.GLUON_ERROR is None:
+    from ..gluon_releases import RELEASE
     from .conv_pairs_sm90_kernel import PLANES, WINDOW, conv_pairs_kernel
+
+    # From Triton 3.8 on, a tile of 192 columns spills registers in its loop, and ptxas serialises its products.
+    HAS_WIDE = RELEASE < (3, 8)
 
 PIXELS = 64  # of a box; a tile has two
 DEPTH = 64  # channels of a step
@@ -45,6 +49,8 @@ def why_not(
     N, *window, _ = weight_shape
     if window != [3, 3, 3] or not takes_channels(C, N):
         return "not for other windows than 3×3×3 or other channels"
+    if not HAS_WIDE and N % sum(NARROW):
+        return "not for these channels with Triton 3.8 and later"
     pairs = cdiv(T, 2)
     if pairs * PLANES.value > MOST_PRODUCTS * 3 * T:
         return "not for so few frames"
@@ -70,10 +76,12 @@ def launch(
 ) -> None:  # fmt: skip
     """Write the convolution of planes [B, pairs, 4, H, W, C] with weight [N, 4, 9, C] to out [B, 2 · pairs, H, W, N].
 
-    residual: [B, T, H, W, N], where T is 2 · pairs or one less. All tensors are packed, and `fits_tma` accepts them.
+    residual: [B, T, H, W, N], where T is 2 · pairs or one less. All tensors are packed. `fits_tma` accepts them:
+    each begins with a whole pixel of 64 channels or more.
     """
     shapes = (None if tensor is None else tensor.shape for tensor in (planes, residual, out))
-    for columns, grid, fields, sizes, constants in _launches(*shapes, out.dtype, device_properties(out.device)[1]):
+    launches = _launches(*shapes, out.dtype, device_properties(out.device)[1], HAS_WIDE)
+    for columns, grid, fields, sizes, constants in launches:
         rows, shift = weight[columns], None if bias is None else bias[columns]
         result = out[..., columns]
         tensors = planes, rows, rows, result if residual is None else residual[..., columns], result
@@ -83,16 +91,20 @@ def launch(
 @functools.lru_cache(maxsize=REMEMBERED)
 def _launches(
     planes: tuple[int, ...], residual: tuple[int, ...] | None, out: tuple[int, ...], dtype: torch.dtype,
-    multiprocessors: int,
+    multiprocessors: int, has_wide: bool,
 ) -> list[tuple]:  # fmt: skip
-    """Return for each launch its columns, the grid, the descriptors' fields, and the kernel's last arguments."""
+    """Return for each launch its columns, the grid, the descriptors' fields, and the kernel's last arguments.
+
+    has_wide: True if tiles may be WIDE.
+    """
     B, pairs, _, H, W, C = planes
     N = out[-1]
     T = out[1] if residual is None else residual[1]
     box, tiles = choose_box(H, W, PIXELS), _count_tiles(B, pairs, H, W)
     launches = []
-    for first, last in split_columns(N):
-        count, columns, tail = last - first, *(WIDE if (last - first) % sum(WIDE) == 0 else NARROW)
+    for first, last in split_columns(N) if has_wide else [(0, N)]:
+        count = last - first
+        columns, tail = WIDE if has_wide and count % sum(WIDE) == 0 else NARROW
         step_bytes = (2 * PIXELS + columns + tail) * DEPTH * 2
         staging_bytes = 2 * PIXELS * (columns + tail) * dtype.itemsize
         views = ((B * frames, H, 1, W, count) for frames in (T, out[1]))

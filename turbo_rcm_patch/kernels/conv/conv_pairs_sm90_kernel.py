@@ -201,6 +201,7 @@ def _consume(CONSUMER: gl.constexpr, operands, hand_over, epilogue, C: gl.conste
         p, q = _combine(p, q, staging, INDEX)
         if TAIL:
             p_tail, q_tail = _combine(p_tail, q_tail, staging, INDEX + COLUMNS // CHUNK)
+        fence_async_shared()  # TMA writes to what was read
         mbarrier.arrive(free.index(CONSUMER))
         p, p_tail, q, q_tail, step = _multiply_phase(p, p_tail, q, q_tail, operands, step, STEPS, CONSUMER, TAIL)
         mbarrier.wait(staged.index(CONSUMER), 1)

@@ -32,10 +32,8 @@ def _rms_norm_silu_pairs(x: torch.Tensor, weight: torch.Tensor, front: torch.Ten
     rows = max(1, ELEMENTS // block)
     grid = (cdiv(H * W, rows), B)
     operands = (x.contiguous(), weight.contiguous(), front, planes, T, H * W, C, C**0.5)
-    launch_kernel(
-        _rms_norm_silu_pairs_kernel, grid, *operands, ROWS=rows, BLOCK=block,
-        num_warps=max(1, min(32, rows * block // ELEMENTS)),
-    )  # fmt: skip
+    warps = min(32, max(1, block // ELEMENTS))
+    launch_kernel(_rms_norm_silu_pairs_kernel, grid, *operands, ROWS=rows, BLOCK=block, num_warps=warps)
     return planes
 
 
@@ -45,15 +43,17 @@ def _(x, weight, front):
     return x.new_empty((B, cdiv(T, 2), 4, H, W, C), dtype=torch.float16)
 
 
-def rms_norm_silu_pairs_reference(x: torch.Tensor, weight: torch.Tensor, front: torch.Tensor) -> torch.Tensor:
-    """RMSNorm and SiLU of x as planes, in plain torch."""
+def rms_norm_silu_pairs_reference(
+    x: torch.Tensor, weight: torch.Tensor, front: torch.Tensor, dtype: torch.dtype = torch.float16
+) -> torch.Tensor:
+    """RMSNorm and SiLU of x as planes of this dtype, in plain torch."""
     kept, T = front.float(), x.shape[1]
     frames = torch.cat((kept, reference.rms_norm_silu(x.float(), weight.float(), True)), 1)
     front.copy_(frames[:, -2:])
     if T % 2:
         frames = torch.cat((frames, torch.zeros_like(frames[:, :1])), 1)
     d0, d1, d2, d3 = frames[:, :-2:2], frames[:, 1:-2:2], frames[:, 2::2], frames[:, 3::2]
-    return torch.stack((d1 + d2, d2 - d1, d0 - d2, d1 - d3), 2).to(torch.float16)
+    return torch.stack((d1 + d2, d2 - d1, d0 - d2, d1 - d3), 2).to(dtype)
 
 
 # (x [B, T, H, W, C], weight [C], the two frames before x [B, 2, H, W, C] after norm and SiLU, in x's dtype and

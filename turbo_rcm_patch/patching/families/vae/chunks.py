@@ -4,7 +4,7 @@ All frames of a video at once take too much memory. One latent frame at a time l
 a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. It takes KEPT
 frames if they are LARGE and twice as many do not fit in WORKING_SET. The chunk itself is then what a convolution keeps
 for the next one, so nothing is copied. A stage takes fewer frames if memory is short, down to one. The encoder takes
-FRAMES then. More than KEPT frames are an even number, because convolutions multiply pairs of them.
+FRAMES then. Frames that fill WORKING_SET are an even number, because convolutions multiply pairs of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .classes import (
     resnets_for_8_bits,
 )
 from .encoder import FRAMES, PIXEL
-from .steps import SMALL
+from .steps import SMALL, kernel_size
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
 KEPT = 2  # frames that a causal convolution keeps
@@ -159,7 +159,7 @@ def decoding_bytes(
         across = -(-width // vae.tile_sample_stride_width)
         blended = 1 - vae.tile_sample_stride_height / vae.tile_sample_min_height  # of each tile of the row above
         held += round(tile * (2 + blended * across))
-    held += weights_bytes(vae.decoder, in_8_bits)
+    held += weights_bytes(vae.decoder, in_8_bits, is_image=size[0] == 1)
     stages = stages_of(vae.decoder, is_image=size[0] == 1, in_8_bits=in_8_bits)
     pixels = z.shape[-2] * z.shape[-1] * z.itemsize
     left = None if free is None else free - held
@@ -244,7 +244,7 @@ def encoding_bytes(
     alive, kept = _alive_in_encoder(vae.encoder)
     at_once = min(frames, frames_to_encode(vae, pixels, vae.dtype.itemsize, latents, working_set=working_set))
     elements = round((kept * (frames > 1) + at_once * alive) * pixels + _video_twice(vae, height, width, frames))
-    return elements * vae.dtype.itemsize + weights_bytes(vae.encoder)
+    return elements * vae.dtype.itemsize + weights_bytes(vae.encoder, is_image=frames == 1)
 
 
 def unpatched_encoding_bytes(vae: nn.Module, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
@@ -277,8 +277,7 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
     """Return the elements for each pixel of a frame: those alive at once for each frame, and those of frames kept.
 
     Alive in a resnet are its input, and either a convolution's input and result, or for the second one the shortcut's
-    result too if it is a convolution. A residual block's input stays alive. A convolution of pairs of frames has an
-    input of twice the size.
+    result too if it is a convolution. A residual block's input stays alive.
     """
     alive, kept = PIXEL + encoder.conv_in.out_channels, _kept(encoder.conv_in)
     pixels = frames = 1.0  # those that one pixel and one frame have become
@@ -288,10 +287,8 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
             block_input = module.resnets[0].in_dim
         elif type(module) in RESIDUAL_BLOCK:
             given, made = module.in_dim, module.out_dim
-            copies = 2 if takes_channels(given, made) else 1
-            second = (copies + (2 if given != made else 1)) * made
-            first = max(2 * given, copies * given + made)
-            alive = max(alive, pixels * frames * (block_input + given + max(first, second)))
+            second = (_copies(module.conv2) + (2 if given != made else 1)) * made  # no less than of the first
+            alive = max(alive, pixels * frames * (block_input + given + max(2 * given, second)))
             kept += pixels * _kept(module)
         elif type(module) in RESAMPLE:
             alive = max(alive, pixels * frames * (block_input + 2.25 * module.dim))
@@ -301,11 +298,17 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
     return alive, kept + pixels * _kept(encoder.conv_out)
 
 
-def weights_bytes(network: nn.Module, in_8_bits: bool = False) -> int:
-    """Return the bytes of the weights that an encode or a decode makes: small ones packed, and those in 8 bits."""
-    sizes = (conv.weight.nbytes for conv in network.modules() if isinstance(conv, (nn.Conv2d, nn.Conv3d)))
-    of_8_bits = (conv.weight.numel() for conv in (_convolutions_8bit(network) if in_8_bits else ()))
-    return sum(size for size in sizes if size <= SMALL) + sum(of_8_bits)
+def weights_bytes(network: nn.Module, in_8_bits: bool = False, *, is_image: bool = False) -> int:
+    """Return the bytes of the weights that an encode or a decode makes: small ones packed, and those in 8 bits.
+
+    A small one that multiplies pairs of frames counts for these too, with four frames in place of three.
+    """
+    halved = _convolutions_8bit(network) if in_8_bits else set()
+    unpaired = set(network.modules()) if is_image else halved
+    convolutions = (conv for conv in network.modules() if isinstance(conv, (nn.Conv2d, nn.Conv3d)))
+    small = [conv for conv in convolutions if conv.weight.nbytes <= SMALL]
+    of_pairs = (conv.weight.nbytes * 4 // 3 for conv in small if _copies(conv, unpaired) > 1)
+    return sum(conv.weight.nbytes for conv in small) + sum(of_pairs) + sum(conv.weight.numel() for conv in halved)
 
 
 def _convolutions_8bit(decoder: nn.Module) -> set[nn.Module]:
@@ -323,6 +326,7 @@ def stages_of(decoder: nn.Module, *, is_image: bool = False, in_8_bits: bool = F
     frame in Wan 2.1's decoder, 1496 of 2048 in TI2V-5B's (calculated, bf16).
     """
     halved = _convolutions_8bit(decoder) if in_8_bits else set()
+    unpaired = set(decoder.modules()) if is_image else halved
     channels, doublings, pixels = decoder.conv_in.out_channels, 0, 1
     middle = decoder.mid_block
     # Six tensors are alive in the attention block: its input, q, k, v, the attention's output and the projection's.
@@ -331,7 +335,7 @@ def stages_of(decoder: nn.Module, *, is_image: bool = False, in_8_bits: bool = F
     for block in decoder.up_blocks:
         resample = next((module for module in block.modules() if type(module) in RESAMPLE), None)
         given, kept = pixels * block.resnets[0].in_dim, pixels * _kept(block, halved)
-        alive = pixels * _alive_in_resnets(block)
+        alive = pixels * _alive_in_resnets(block, unpaired)
         if resample is None:
             stages.append(Stage(alive, given, 0, 1, doublings, kept + pixels * _kept(decoder.conv_out)))
             continue
@@ -343,17 +347,26 @@ def stages_of(decoder: nn.Module, *, is_image: bool = False, in_8_bits: bool = F
     return stages
 
 
-def _alive_in_resnets(block: nn.Module) -> int:
+def _alive_in_resnets(block: nn.Module, unpaired: Container[nn.Module]) -> int:
     """Return the channels that are alive at once in a block's resnets.
 
-    The block's input is alive, and the larger of two sets: a norm's result, twice if frames are prepended to a copy of
-    it; or a resnet's input or shortcut, a convolution's input, and its result. A convolution of pairs of frames has an
-    input of twice the size. It is counted for every GPU, though only sm_90 has it.
+    The block's input is alive, and the largest of three sets: a norm's result, twice if frames are prepended to a copy
+    of it; the first convolution's input and result; or a resnet's input or shortcut, a convolution's input, and its
+    result. unpaired: as of `_copies`.
     """
-    given, made = block.resnets[0].in_dim, block.resnets[0].out_dim
-    if takes_channels(given, made):
-        return given + max(2 * given + made, 4 * made)
-    return given + max(2 * given, 3 * made)
+    resnet = block.resnets[0]
+    given, made = resnet.in_dim, resnet.out_dim
+    first = _copies(resnet.conv1, unpaired) * given + made
+    return given + max(2 * given, first, (2 + _copies(resnet.conv2, unpaired)) * made)
+
+
+def _copies(conv: nn.Module, unpaired: Container[nn.Module] = ()) -> int:
+    """Return how many times its size a convolution's input takes: 2 as planes of pairs of frames, else 1.
+
+    Planes are counted for every GPU, though only sm_90 has them. unpaired: convolutions that do not multiply pairs.
+    """
+    is_causal = type(conv) in CAUSAL and kernel_size(conv) == (3, 3, 3) and conv.weight.dtype == torch.bfloat16
+    return 2 if is_causal and conv not in unpaired and takes_channels(conv.in_channels, conv.out_channels) else 1
 
 
 def _alive_in_resample(block: nn.Module, resample: nn.Module, growth: int) -> int:

@@ -78,7 +78,7 @@ def _count(vae: nn.Module, x: torch.Tensor) -> int:
 def _at_once(vae: nn.Module, x: torch.Tensor, patch: int = 1, *, working_set: int = WORKING_SET) -> int:
     """Return the number of frames to encode at a time. working_set: bytes of activations."""
     pixels = x.shape[0] * x.shape[-2] * x.shape[-1] // patch**2
-    free = free_beside(vae, x.device, weights_bytes(vae.encoder))
+    free = free_beside(vae, x.device, weights_bytes(vae.encoder, is_image=x.shape[2] == 1))
     chunk = vae_state(vae).config.vae_chunk
     return frames_to_encode(vae, pixels, x.itemsize, chunk, working_set=working_set, free=free)
 

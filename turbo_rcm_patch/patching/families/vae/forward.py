@@ -213,7 +213,8 @@ def _at_once(
     shares: as of `frames_at_once`.
     """
     resnets, _ = in_8_bits(vae.decoder, call_for(vae, z.device, z.dtype))
-    held = math.prod(output_shape(vae, z)) * z.itemsize + weights_bytes(vae.decoder, bool(resnets))
+    weights = weights_bytes(vae.decoder, bool(resnets), is_image=z.shape[2] == 1)
+    held = math.prod(output_shape(vae, z)) * z.itemsize + weights
     chunk, left = vae_state(vae).config.vae_chunk, free_beside(vae, z.device, held)
     options = {"free": left, "in_8_bits": bool(resnets)}
     if tile is None:

@@ -38,7 +38,8 @@ class VaePlan:
 
     def __init__(self, call: Call):
         self.call = call
-        self._steps: dict[tuple, Step | None] = {}
+        self._steps: dict[tuple, Step] = {}
+        self._pairs: dict[tuple, Step | None] = {}
         self._weights = PackedWeights()
 
     def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], of_image: bool = False) -> Step:
@@ -56,10 +57,10 @@ class VaePlan:
 
         shape: of the norm's input before it.
         """
-        key = pairs, conv, shape
-        if key not in self._steps:
-            self._choose(key, pairs, conv, shape, weights=self._weights)
-        return self._steps[key]
+        key = conv, shape
+        if key not in self._pairs:
+            self._pairs[key] = pairs(conv, shape, self.call, weights=self._weights)
+        return self._pairs[key]
 
     def convolution_8bit(self, conv: nn.Conv3d, shape: tuple[int, ...], of_image: bool) -> Step:
         """Return the step of a convolution in 8 bits, for x of this shape without the pixels around images."""
@@ -86,7 +87,7 @@ class VaePlan:
         key = attention, channels
         return self._steps.get(key) or self._choose(key, attention, channels)
 
-    def _choose(self, key: tuple, choose: Callable[..., Step], *given: object, **options: object) -> Step | None:
+    def _choose(self, key: tuple, choose: Callable[..., Step], *given: object, **options: object) -> Step:
         step = self._steps[key] = choose(*given, self.call, **options)
         return step
 
@@ -119,11 +120,12 @@ class PackedWeights:
 
     def of_pairs(self, conv: nn.Conv3d) -> torch.Tensor:
         """Return a convolution's weight for pairs of frames [N, 4, 9, C], kept if the convolution's own is small."""
-        if (known := self._packed.get(conv)) is not None:
-            return known
+        key = conv, "pairs"
+        if key in self._packed:
+            return self._packed[key]
         weight = pair_weight(conv.weight.permute(0, 2, 3, 4, 1))
         if conv.weight.nbytes <= SMALL and not recording():
-            self._packed[conv] = weight
+            self._packed[key] = weight
         return weight
 
 
