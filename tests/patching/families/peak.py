@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
 from turbo_rcm_patch.kernels.conv import conv_pairs_sm90, conv_sm90
-from turbo_rcm_patch.kernels.conv.conv_pairs import PAIRS
 from turbo_rcm_patch.kernels.conv.conv_pytorch import convolve
 from turbo_rcm_patch.kernels.conv.conv_skip import result_shape
 from turbo_rcm_patch.patching.families.vae import steps
@@ -92,7 +91,8 @@ def why_not_in_pairs(spec):
 
 
 NORM_OF_PAIRS = Op("rms_norm_silu_pairs", (Kernel("one kernel", lambda _: None, planes_of),))
-PAIRS_OF_FRAMES = Op("conv_pairs", (Kernel(PAIRS, why_not_in_pairs, convolved_in_pairs),))
+NOT_FUSED = Kernel("not fused", lambda _: None, None, is_fused=False)
+PAIRS_OF_FRAMES = Op("conv_pairs", (Kernel("one kernel", why_not_in_pairs, convolved_in_pairs), NOT_FUSED))
 CONVOLUTION = Op("conv_skip", (Kernel("one kernel", lambda _: None, convolved),))
 
 

@@ -17,7 +17,7 @@ from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
 from turbo_rcm_patch.kernels.conv import conv_pairs_sm90
-from turbo_rcm_patch.kernels.conv.conv_pairs import conv_pairs_reference
+from turbo_rcm_patch.kernels.conv.conv_pairs import PAIRS, conv_pairs_reference
 from turbo_rcm_patch.kernels.conv.conv_tiles import residual_repeats
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 from turbo_rcm_patch.kernels.launch import recorded
@@ -252,7 +252,7 @@ def test_pairs_of_frames(kind, chunk, has_front, monkeypatch):
 
     norm = Kernel("norm", lambda _: None, partial(rms_norm_silu_pairs_reference, dtype=torch.float32))
     monkeypatch.setattr(steps, "RMS_NORM_SILU_PAIRS", Op("rms_norm_silu_pairs", (norm,)))
-    monkeypatch.setattr(steps, "CONV_PAIRS", Op("conv_pairs", (Kernel(steps.PAIRS, why_not, convolved), NOTHING_FUSED)))
+    monkeypatch.setattr(steps, "CONV_PAIRS", Op("conv_pairs", (Kernel(PAIRS, why_not, convolved), NOTHING_FUSED)))
     monkeypatch.setattr(steps, "pair_weight", partial(combined_weight, dtype=torch.float32))
     if has_front:
         op = replace(kernels.CONV_SKIP, kernels=(Kernel("with a front", lambda _: None, kernels.reference.conv_skip),))
@@ -363,13 +363,21 @@ def test_each_norm_and_each_convolution_is_one_launch():
     assert (projection.kernel, projection.reasons) == ("PyTorch linear", {"nothing to fuse": projection.count})
 
 
-@pytest.mark.parametrize(("dtype", "capability", "count"), [(BF16, (9, 0), 22), (FP16, (9, 0), 0), (BF16, (12, 0), 0)])
-def test_the_summary_and_the_launches_have_pairs_of_frames(dtype, capability, count, monkeypatch):
-    """In Wan 2.1's decoder all resnets but those of 96 channels have them, on sm_90."""
+@pytest.mark.parametrize(
+    ("kind", "frames", "dtype", "capability", "count"),
+    [
+        (AutoencoderKLWan, 3, BF16, (9, 0), 22),
+        (AutoencoderKLWan, 3, FP16, (9, 0), 0),
+        (AutoencoderKLWan, 3, BF16, (12, 0), 0),
+        (AutoencoderKLQwenImage, 1, BF16, (9, 0), 0),
+    ],
+)
+def test_the_summary_and_the_launches_have_pairs_of_frames(kind, frames, dtype, capability, count, monkeypatch):
+    """In Wan 2.1's decoder all resnets but those of 96 channels have them, on sm_90. An image has none."""
     monkeypatch.setattr(conv_pairs_sm90, "HAS_WIDE", True)
     with torch.device("meta"):
-        vae = AutoencoderKLWan().to(dtype).eval()
-        z = torch.empty(1, 16, 3, 60, 104, dtype=dtype)
+        vae = kind().to(dtype).eval()
+        z = torch.empty(1, 16, frames, 60, 104, dtype=dtype)
     with trp.patch(vae) as patch, torch.no_grad():
         with meta_is_gpu(capability, 132):
             steps_of_decoder = dict(network_steps(vae, "decoder"))["convolution"]
@@ -377,8 +385,8 @@ def test_the_summary_and_the_launches_have_pairs_of_frames(dtype, capability, co
         launched = []
         with meta_is_gpu(capability, 132), recorded(launched.append):
             vae.decode(z)
-    assert sum(step.kernel == steps.PAIRS for step in steps_of_decoder) == count
-    assert (steps.PAIRS in rows["convolution"].kernel) == (count > 0)
+    assert sum(step.kernel == PAIRS for step in steps_of_decoder) == count
+    assert (PAIRS in rows["convolution"].kernel) == (count > 0)
     names = Counter(launch.kernel.fn.__name__ for launch in launched)
     assert (names["conv_pairs_kernel"] > 0) == (names["_rms_norm_silu_pairs_kernel"] > 0) == (count > 0)
 

@@ -76,8 +76,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Write the convolution of planes [B, pairs, 4, H, W, C] with weight [N, 4, 9, C] to out [B, 2 · pairs, H, W, N].
 
-    residual: [B, T, H, W, N], where T is 2 · pairs or one less. All tensors are packed. `fits_tma` accepts them:
-    each begins with a whole pixel of 64 channels or more.
+    residual: [B, T, H, W, N], where T is 2 · pairs or one less. All tensors are packed. TMA can read them,
+    because each begins with a whole pixel of 64 channels or more.
     """
     shapes = (None if tensor is None else tensor.shape for tensor in (planes, residual, out))
     launches = _launches(*shapes, out.dtype, device_properties(out.device)[1], HAS_WIDE)

@@ -287,7 +287,7 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
             block_input = module.resnets[0].in_dim
         elif type(module) in RESIDUAL_BLOCK:
             given, made = module.in_dim, module.out_dim
-            second = (_copies(module.conv2) + (2 if given != made else 1)) * made  # no less than of the first
+            second = (_copies(module.conv2) + (2 if given != made else 1)) * made  # at least as much as the first
             alive = max(alive, pixels * frames * (block_input + given + max(2 * given, second)))
             kept += pixels * _kept(module)
         elif type(module) in RESAMPLE:

@@ -11,6 +11,7 @@ from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 from torch import nn
 
 VAE = (wan.AutoencoderKLWan, qwen.AutoencoderKLQwenImage)
+OF_IMAGES = (qwen.AutoencoderKLQwenImage,)
 DECODER = (wan.WanDecoder3d, qwen.QwenImageDecoder3d)
 UP_BLOCK = (wan.WanUpBlock, qwen.QwenImageUpBlock)
 RESIDUAL_UP_BLOCK = (wan.WanResidualUpBlock,)

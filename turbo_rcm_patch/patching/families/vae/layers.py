@@ -77,8 +77,9 @@ class Run:
     def with_front(
         self, conv: nn.Module, x: torch.Tensor | InPairs
     ) -> tuple[torch.Tensor | InPairs, torch.Tensor | None]:
-        """Return x and the frames before it, which a causal convolution reads too. An image has None before it, and
-        pairs of frames have them inside.
+        """Return x and the frames before it, which a causal convolution reads too.
+
+        They are None for an image, which has none, and for pairs of frames, which hold them already.
 
         PyTorch's convolution takes one tensor: then x begins with these frames, and None is returned for them. Callers
         drop their own x before they convolve, to free memory.

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...steps.plan import MODULE, Call, Step
 from .chunks import TILES_WORKING_SET, WORKING_SET
-from .classes import ATTENTION, NORM, RESAMPLE
+from .classes import ATTENTION, NORM, OF_IMAGES, RESAMPLE, RESIDUAL_BLOCK
 from .encode import encode
 from .encoder import PIXEL
 from .forward import call_for, decode, parallel_group, vae_state
@@ -38,7 +38,8 @@ def network_steps(vae: nn.Module, network: str) -> Iterator[tuple[str, list[Step
     convolutions = list(_convolutions(vae, network))
     modules = [module for part in _parts(vae, network) for module in part.modules()]
     resnets, _ = in_8_bits(vae.decoder, call) if network == "decoder" else (frozenset(), None)
-    yield from _convolution_steps(convolutions, {conv for resnet in resnets for conv in resnet.children()}, call)
+    of_8_bits = {conv for resnet in resnets for conv in resnet.children()}
+    yield from _convolution_steps(convolutions, of_8_bits, _in_pairs(vae, modules), call)
     yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) in NORM]
     yield "attention", [attention(module.dim, call) for module in modules if type(module) in ATTENTION]
 
@@ -57,8 +58,15 @@ def _why_not_ours(vae: nn.Module, network: str) -> str | None:
 
 
 def _convolution_steps(
-    convolutions: list[tuple[nn.Module, float]], in_8_bits: Container[nn.Module], call: Call
+    convolutions: list[tuple[nn.Module, float]],
+    in_8_bits: Container[nn.Module],
+    in_pairs: Container[nn.Module],
+    call: Call,
 ) -> Iterator[tuple[str, list[Step]]]:
+    """Yield the steps of convolutions by name.
+
+    in_8_bits: those that run in 8 bits. in_pairs: those that multiply pairs of frames where a kernel can.
+    """
     names = ("convolution in 8 bits", "convolution", "projection", "downsampling")
     steps: dict[str, list[Step]] = {name: [] for name in names}
     for conv, scale in convolutions:
@@ -68,12 +76,17 @@ def _convolution_steps(
             steps["downsampling"].append(downsampling(conv, call))
         else:
             name = "projection" if kernel_size(conv) == (1, 1, 1) else "convolution"
-            steps[name].append(_convolution_step(conv, _shape(conv, scale), call))
+            shape = _shape(conv, scale)
+            of_pairs = pairs(conv, shape, call) if conv in in_pairs else None
+            steps[name].append(of_pairs or convolution(conv, shape, call))
     yield from ((name, found) for name, found in steps.items() if found)
 
 
-def _convolution_step(conv: nn.Module, shape: tuple[int, ...], call: Call) -> Step:
-    return pairs(conv, shape, call) or convolution(conv, shape, call)
+def _in_pairs(vae: nn.Module, modules: list[nn.Module]) -> set[nn.Module]:
+    """Return the convolutions that may multiply pairs of frames: those of resnets. A VAE of images has one frame."""
+    if isinstance(vae, OF_IMAGES):
+        return set()
+    return {conv for module in modules if type(module) in RESIDUAL_BLOCK for conv in (module.conv1, module.conv2)}
 
 
 def _shape(conv: nn.Module, scale: float) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .... import kernels
 from ....kernels.conv.conv_8bit import CONV_8BIT
-from ....kernels.conv.conv_pairs import CONV_PAIRS, PAIRS
+from ....kernels.conv.conv_pairs import CONV_PAIRS
 from ....kernels.conv.conv_pairs_weight import pair_weight
 from ....kernels.conv.conv_pytorch import convolve
 from ....kernels.conv.conv_skip import CONVOLUTION
@@ -53,7 +53,7 @@ class VaePlan:
         return self._choose(key, convolution, conv, shape, of_image=of_image, weights=self._weights)
 
     def pairs(self, conv: nn.Conv3d, shape: tuple[int, ...]) -> Step | None:
-        """Return the step of a causal convolution that multiplies pairs of frames, or None where `convolution` runs.
+        """Return the step of a causal convolution that multiplies pairs of frames. None: `convolution` runs.
 
         shape: of the norm's input before it.
         """
@@ -181,15 +181,11 @@ def pairs(conv: nn.Conv3d, shape: tuple[int, ...], call: Call, *, weights: Packe
     Step: (planes of `rms_norm_pairs`, residual or None, T) -> [B, T, H, W, N].
     shape: of the norm's input, [B, T, H, W, C]. weights: as of `convolution`.
     """
-    pick = call.pick(
-        CONV_PAIRS,
-        kernels.ConvSpec,
-        shape=tuple(shape),
-        weight_shape=(conv.out_channels, *kernel_size(conv), shape[-1]),
-        in_model=True,
-    )
-    if pick.name != PAIRS:
+    weight_shape = (conv.out_channels, *kernel_size(conv), shape[-1])
+    spec = call.spec(kernels.ConvSpec, shape=tuple(shape), weight_shape=weight_shape, in_model=True)
+    if CONV_PAIRS.why_not_fused(spec) is not None:
         return None
+    pick = CONV_PAIRS.pick(spec)
     weight = partial((weights or PackedWeights()).of_pairs, conv)
     return Step(partial(_convolve_pairs, pick.launch, conv, weight), pick.label, pick.reason, pick=pick)
 
@@ -267,7 +263,7 @@ def _rms_norm(launch, weight, x, *, silu=True):
 def rms_norm_pairs(norm: nn.Module, call: Call) -> Step:
     """Return an RMS norm with SiLU that writes planes: (x [B, T, H, W, C], front) -> [B, ⌈T / 2⌉, 4, H, W, C] in fp16.
 
-    front: the two frames before x, which become the last two of x in place.
+    front: the two frames before x. The step overwrites them with the last two frames of x, after norm and SiLU.
     """
     pick = call.pick(RMS_NORM_SILU_PAIRS)
     return Step(partial(_rms_norm_pairs, pick.launch, norm.gamma.flatten()), pick.label, pick.reason, pick=pick)
