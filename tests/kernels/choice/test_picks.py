@@ -10,7 +10,8 @@ from turbo_rcm_patch.kernels.attention import attention as attention_op
 from turbo_rcm_patch.kernels.attention import attention_portable, attention_sm90
 from turbo_rcm_patch.kernels.choice import measured
 from turbo_rcm_patch.kernels.choice.registry import GLUON, PORTABLE
-from turbo_rcm_patch.kernels.conv import conv_portable, conv_rows_sm90, conv_sm90
+from turbo_rcm_patch.kernels.conv import conv_pairs_sm90, conv_portable, conv_rows_sm90, conv_sm90
+from turbo_rcm_patch.kernels.conv.conv_pairs import CONV_PAIRS, PAIRS
 from turbo_rcm_patch.kernels.conv.conv_rows_sm90 import ROWS_ONCE
 
 CUDA, CPU, META = torch.device("cuda"), torch.device("cpu"), torch.device("meta")
@@ -340,6 +341,33 @@ def test_the_convolution_that_is_picked_is_launched(launched, case):
     then = ["_add_window_kernel"] if case == "last" else []  # of a result of few channels
     names = {ROWS_ONCE: "conv_rows_kernel", GLUON: "conv_kernel"}
     assert launched == [names.get(expected, "_conv_skip_kernel"), *then]
+
+
+OTHERS_IN_PAIRS = "not for other windows than 3×3×3 or other channels"
+IN_PAIRS = {  # dtype; T, H, W, C, N, kt; why not on sm_90, with Triton before 3.8 and from then on
+    "192 channels": (BF16, (4, 16, 16, 64, 192, 3), None, "not for these channels with Triton 3.8 and later"),
+    "384 channels": (BF16, (5, 16, 16, 128, 384, 3), None, None),
+    "fp16": (FP16, (2, 16, 16, 64, 384, 3), "not for a model in fp16, whose sums of frames would need more bits"),
+    "an odd frame": (BF16, (3, 16, 16, 64, 384, 3), "not for so few frames"),
+    "96 channels": (BF16, (2, 16, 16, 96, 384, 3), OTHERS_IN_PAIRS),
+    "images": (BF16, (2, 16, 16, 64, 384, 1), OTHERS_IN_PAIRS),
+    "few tiles": (BF16, (2, 8, 16, 64, 384, 3), "not for fewer tiles than multiprocessors"),
+}
+
+
+@pytest.mark.parametrize("has_wide", [True, False])
+@pytest.mark.parametrize("case", IN_PAIRS)
+def test_convolutions_of_pairs_of_frames(case, has_wide, monkeypatch):
+    """On other GPUs, and where a reason is given, the op has its reference alone, which the patch does not run."""
+    dtype, (T, H, W, C, N, kt), *reasons = IN_PAIRS[case]
+    monkeypatch.setattr(conv_pairs_sm90, "HAS_WIDE", has_wide)
+    shapes = {"shape": (1, T, H, W, C), "weight_shape": (N, kt, 3, 3, C)}
+    for name, capability in GPUS.items():
+        with dispatch.meta_is_gpu(capability, 4):
+            pick = CONV_PAIRS.pick(kernels.ConvSpec(device=META, dtype=dtype, **shapes))
+        reason = reasons[0 if has_wide else -1] if name == "sm_90" else "no GPU of sm_90"
+        assert pick.reasons == (() if reason is None else ((PAIRS, reason),))
+        assert pick.name == (PAIRS if reason is None else "torch reference")
 
 
 @pytest.mark.parametrize("odd", ["x", "front"])
