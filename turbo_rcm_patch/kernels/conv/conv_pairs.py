@@ -10,8 +10,8 @@ and the weight's frames g₀ to g₂:
     weight    the sums of the weight's frames that multiply them, in fp16, from conv_pairs_weight.py.
 
 The sums of products are in fp32, in which the residual and the bias are added, and rounded once to bf16. The sums of
-frames and of weights are rounded to fp16. A result errs 1.016 times as much as an exact one that is rounded to
-bf16. With a norm that is rounded to bf16, as conv_skip takes it, it errs 1.25 times as much. No gradient.
+frames and of weights are rounded to fp16. A result errs 1.016 times as much as an exact one that is rounded to bf16.
+With a norm that is rounded to bf16, as conv_skip takes it, it errs 1.25 times as much. No gradient.
 
 A norm's result is at most √C times the norm's weight, and the planes add two of them. So they fit in fp16 for weights
 up to 1000 (1024 channels) or 2300 (192 channels).

@@ -28,8 +28,8 @@ DEPTH = 64  # channels of a step
 CHUNK = 64  # columns that are stored at a time
 WIDE, NARROW = (128, 64), (128, 0)  # columns of a tile, and of its tail
 MEMORY = 208 << 10  # bytes of shared memory for the steps in flight and the staging buffer
-# Two frames take 2/3 of the products. An odd frame makes up a pair with nothing. Above this share the larger input of
-# the convolution costs more than the products that are left out.
+# A pair of frames takes 2/3 of the products. An odd last frame takes as many as a pair. Above this share of the
+# products, the larger input of the convolution costs more than is saved.
 MOST_PRODUCTS = 0.8
 
 
@@ -76,8 +76,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Write the convolution of planes [B, pairs, 4, H, W, C] with weight [N, 4, 9, C] to out [B, 2 · pairs, H, W, N].
 
-    residual: [B, T, H, W, N], where T is 2 · pairs or one less. All tensors are packed. TMA can read them,
-    because each begins with a whole pixel of 64 channels or more.
+    residual: [B, T, H, W, N], where T is 2 · pairs or one less. All tensors are packed. TMA can read them, because each
+    begins with a whole pixel of 64 channels or more.
     """
     shapes = (None if tensor is None else tensor.shape for tensor in (planes, residual, out))
     launches = _launches(*shapes, out.dtype, device_properties(out.device)[1], HAS_WIDE)

@@ -301,7 +301,8 @@ def _alive_in_encoder(encoder: nn.Module) -> tuple[float, float]:
 def weights_bytes(network: nn.Module, in_8_bits: bool = False, *, is_image: bool = False) -> int:
     """Return the bytes of the weights that an encode or a decode makes: small ones packed, and those in 8 bits.
 
-    A small one that multiplies pairs of frames counts for these too, with four frames in place of three.
+    A small weight counts twice if it multiplies pairs of frames: as the usual kernel takes it, and as the sums of its
+    three frames, which are four.
     """
     halved = _convolutions_8bit(network) if in_8_bits else set()
     unpaired = set(network.modules()) if is_image else halved
